@@ -1,0 +1,131 @@
+"""Counts what is handed to the collectives, byte by byte, on the rank that sends.
+
+The meter sees the parts of a message (values, scales, ids, ...) and the message itself, and insists
+that they agree; it knows no formula for what a row *should* weigh. That is `comm.analytic`'s job,
+which shares no code with this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+DIRECTIONS = ("forward", "backward")
+PHASES = ("dispatch", "combine")
+KINDS = ("hidden", "scales", "ids", "weights", "counts", "padding")
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where in the run a message belongs."""
+
+    layer: int
+    phase: str
+    direction: str = "forward"
+
+    @property
+    def index(self) -> tuple[int, int, int]:
+        return self.layer, DIRECTIONS.index(self.direction), PHASES.index(self.phase)
+
+    def __str__(self) -> str:
+        return f"layer {self.layer}, {self.direction} {self.phase}"
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The counted bytes of all ranks together.
+
+    bytes: int64 [layer, direction, phase, kind, src, dst], as the senders counted them
+    rows: int64 [layer, direction, phase, src, dst]; counts messages have no rows
+    received: int64 [layer, direction, phase, src, dst], bytes as the receivers counted them
+    seconds: float64 [rank, layer, direction, phase], time spent inside the phase
+    collectives: how many collectives one rank took part in
+    """
+
+    bytes: np.ndarray
+    rows: np.ndarray
+    received: np.ndarray
+    seconds: np.ndarray
+    collectives: int
+    directions: tuple[str, ...] = DIRECTIONS
+    phases: tuple[str, ...] = PHASES
+    kinds: tuple[str, ...] = KINDS
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(range(len(self.bytes)))
+
+    @classmethod
+    def assemble(cls, meters: Sequence[TrafficMeter]) -> Traffic:
+        """One meter a rank, in rank order. A rank's own row is a source's row of the whole."""
+        return cls(
+            bytes=np.stack([meter.sent for meter in meters], axis=4),
+            rows=np.stack([meter.rows for meter in meters], axis=3),
+            received=np.stack([meter.received for meter in meters], axis=4),
+            seconds=np.stack([meter.seconds for meter in meters]),
+            collectives=max(meter.collectives for meter in meters),
+        )
+
+
+@dataclass
+class TrafficMeter:
+    """One rank's row of the ledger. `enabled` is off during warm-up."""
+
+    num_layers: int
+    world_size: int
+    enabled: bool = True
+    on_phase: Callable[[Position, float], None] | None = None
+    collectives: int = 0
+    sent: np.ndarray = field(init=False)  # int64 [layer, direction, phase, kind, dst]
+    rows: np.ndarray = field(init=False)  # int64 [layer, direction, phase, dst]
+    received: np.ndarray = field(init=False)  # int64 [layer, direction, phase, src]
+    seconds: np.ndarray = field(init=False)  # float64 [layer, direction, phase]
+
+    def __post_init__(self) -> None:
+        places = (self.num_layers, len(DIRECTIONS), len(PHASES))
+        self.sent = np.zeros((*places, len(KINDS), self.world_size), dtype=np.int64)
+        self.rows = np.zeros((*places, self.world_size), dtype=np.int64)
+        self.received = np.zeros((*places, self.world_size), dtype=np.int64)
+        self.seconds = np.zeros(places)
+
+    def record(
+        self,
+        position: Position,
+        message: Tensor,
+        parts: Sequence[tuple[str, Tensor]],
+        input_splits: Sequence[int],
+        output_splits: Sequence[int],
+    ) -> None:
+        """Count one message.
+
+        message: uint8 [N, b], the very tensor that the collective is given
+        parts: (kind, uint8 [*, b_kind]): what was packed into a row of it; the b_kind sum to b
+        input_splits, output_splits: rows to and from each rank
+        """
+        if not self.enabled:
+            return
+        row_bytes = message.shape[1] * message.element_size()
+        part_bytes = [(kind, part.shape[1] * part.element_size()) for kind, part in parts]
+        assert sum(size for _, size in part_bytes) == row_bytes, (
+            f"{position}: the parts {part_bytes} do not sum to the {row_bytes} B of a row"
+        )
+        rows = np.asarray(input_splits, dtype=np.int64)
+        assert rows.sum() == len(message), f"{position}: splits {rows} against {len(message)} rows"
+        place = position.index
+        for kind, size in part_bytes:
+            self.sent[(*place, KINDS.index(kind))] += rows * size
+        self.received[place] += np.asarray(output_splits, dtype=np.int64) * row_bytes
+        if part_bytes[0][0] != "counts":
+            self.rows[place] += rows
+        self.collectives += 1
+
+    def phase_ended(self, position: Position, seconds: float) -> None:
+        """Book the time that a phase took on this rank, and tell whoever listens."""
+        if not self.enabled:
+            return
+        self.seconds[position.index] += seconds
+        if self.on_phase is not None:
+            self.on_phase(position, seconds)

@@ -1,0 +1,138 @@
+"""The top of the page, what ran and what came of it, and its end, where the files are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from comm.report.layout import Line, labelled, line, title
+from comm.report.units import format_bytes, format_count, format_seconds
+
+Record = Mapping[str, Any]
+
+LABEL = 15  # width of the labels' column, indent included
+STATE = 17  # the same where the label is a verdict's state
+STATE_STYLES = {
+    "EXACT": "bold green",
+    "WITHIN": "bold green",
+    "OUTSIDE": "bold red",
+    "NOT_AVAILABLE": "yellow",
+}
+STATUS_WORDS = {
+    0: "everything that was checked agrees",
+    3: "COUNTED BYTES DIFFER from a prediction",
+    4: "OUTPUTS DIFFER from the reference",
+    5: "THE KERNEL'S COUNTERS do not reconcile with the counted bytes",
+}
+COMPARISONS = {
+    "exact": "bytes counted against bytes computed from the recorded routing",
+    "conserved": "bytes and rows sent against those received and returned",
+    "expected": "bytes counted against the law that the router follows",
+    "correctness": "outputs against a dense network in one process",
+}
+
+
+def manifest(record: Record, width: int) -> list[Line]:
+    """What ran."""
+    about, shape = record["manifest"], record["manifest"]["shape"]
+    latent = f", latent {shape['latent_size']}" if shape["latent_size"] else ""
+    wire = about["wire"]
+    facts = {
+        "model": f"{about['model']} at scale {about['scale']}:"
+        f" {format_count(shape['num_moe_layers'], 'MoE layer')},"
+        f" {shape['num_experts']} experts, top-{shape['top_k']},"
+        f" hidden {shape['hidden_size']}{latent}",
+        "ranks": f"EP {_ranks(about)}; experts placed {about['placement']}",
+        "traffic": f"dispatcher {about['dispatcher']}, router {about['router']},"
+        f" {_tokens(about['tokens_per_rank'])},"
+        f" {format_count(about['steps'], 'step')} after {about['warmup']} to warm up",
+        "wire": f"dispatch {wire['dispatch']}, combine {wire['combine']},"
+        f" compute {about['dtype']}; seed {about['seed']}",
+        "software": f"torch {about['torch']}, backend {about['backend']} on {about['device']},"
+        f" python {about['python']}, {format_count(len(about['hosts']), 'host')}",
+    }
+    commit = f"commit {about['commit'][:12]}, " if about["commit"] else ""
+    when = f"started {about['started']}, {format_seconds(about['seconds'])}"
+    lines = labelled(f"WideEP {about['version']}", commit + when, width, LABEL, "bold")
+    for label, text in facts.items():
+        lines += labelled(f"  {label}", text, width, LABEL)
+    return lines
+
+
+def answer(record: Record, width: int) -> list[Line]:
+    """The verdicts, state first, and whether the headline formula tells the truth."""
+    lines = title("ANSWER", f"{_status_words(record)} (status {record['status']})", width)
+    for verdict in record["verdicts"]:
+        state, name = verdict["state"], verdict["name"]
+        text = f"{COMPARISONS.get(name, name)}: {verdict['reason']}"
+        lines += labelled(
+            f"  {state.replace('_', ' ')}", text, width, STATE, STATE_STYLES.get(state, "")
+        )
+    lines += labelled("  HEADLINE", _headline(record), width, STATE, "bold")
+    if record["full_scale"]:
+        lines += labelled("  FULL SIZE", _full_size(record["full_scale"]), width, STATE, "bold")
+    return lines
+
+
+def results(record: Record, width: int) -> list[Line]:
+    """Where everything is, and the answer once more: a terminal shows the end of a page first."""
+    files = "run.json: every figure of this page; traffic.npz: every pair of ranks"
+    return [
+        line(),
+        *labelled("RESULTS", record["result_dir"], width, LABEL, "bold"),
+        *labelled("", files, width, LABEL),
+        *labelled(f"  status {record['status']}", _status_words(record), width, LABEL, "bold"),
+    ]
+
+
+def truth(figures: Mapping[str, Any]) -> str:
+    """What the ratio measured / headline says about the formula."""
+    ratio = figures["ratio"]
+    if ratio is None:
+        return "no tokens to judge it by"
+    if ratio == 0:
+        return "nothing left a rank"
+    if abs(ratio - 1) < 0.005:
+        return "the formula is right to 0.5 %"
+    if ratio < 1:
+        return f"the formula overstates it {1 / ratio:.2f} times"
+    return f"the formula understates it {ratio:.2f} times"
+
+
+def _status_words(record: Record) -> str:
+    return STATUS_WORDS.get(record["status"], "the run did not end well")
+
+
+def _headline(record: Record) -> str:
+    figures, about = record["headline"], record["manifest"]
+    return (
+        f"{figures['formula']} = {format_bytes(figures['headline_bytes'])} for"
+        f" {format_count(about['shape']['num_moe_layers'], 'layer')} and"
+        f" {format_count(about['steps'], 'step')}; dispatch put"
+        f" {format_bytes(figures['measured_bytes'])} on the network: {truth(figures)}"
+    )
+
+
+def _full_size(full: Mapping[str, Any]) -> str:
+    return (
+        f"so routed, one token of {full['model']} puts"
+        f" {format_bytes(full['forward_pass']['network_bytes'])} on the network in a forward"
+        f" pass ({full['num_moe_layers']} MoE layers, {full['rounds']} rounds); the formula"
+        f" says {format_bytes(full['rounds'] * full['headline_bytes'])}"
+    )
+
+
+def _ranks(about: Mapping[str, Any]) -> str:
+    nodes = about["node_of_rank"]
+    sizes = sorted({nodes.count(node) for node in set(nodes)})
+    each = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+    return (
+        f"{about['world_size']} = {format_count(about['num_nodes'], 'node')} x {each}"
+        f" rank{'s' if sizes[-1] != 1 else ''}"
+    )
+
+
+def _tokens(tokens: Sequence[int]) -> str:
+    if len(set(tokens)) == 1:
+        return f"{tokens[0]:,} tokens a rank"
+    return f"{min(tokens):,} to {max(tokens):,} tokens a rank ({sum(tokens):,} in all)"

@@ -1,0 +1,64 @@
+"""events.rank<r>.jsonl: what a rank sent, a line for each phase as it ends.
+
+Every line is handed to the system at once, so that a killed run keeps what it had.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from comm.report.tally import by_tier
+from comm.topology import TIER_NAMES
+
+
+class EventLog:
+    """The event log of one rank, open for the length of the run."""
+
+    def __init__(
+        self, folder: Path, rank: int, tiers: Sequence[int] | np.ndarray, kinds: Sequence[str]
+    ) -> None:
+        """tiers: [R] LinkTier from this rank to each destination."""
+        self._tiers = np.asarray(tiers)
+        self._kinds = tuple(kinds)
+        self._file = (folder / f"events.rank{rank}.jsonl").open("a", buffering=1)
+
+    def append(
+        self,
+        *,
+        step: int,
+        layer: int,
+        phase: str,
+        rows: np.ndarray,
+        sent: np.ndarray,
+        seconds: float,
+        direction: str = "forward",
+    ) -> None:
+        """rows: [dst] rows sent; sent: [kind, dst] bytes sent; kinds with none are left out."""
+        kinds = {
+            kind: dict(zip(TIER_NAMES, tiers, strict=True))
+            for kind, tiers in zip(self._kinds, by_tier(sent, self._tiers).tolist(), strict=True)
+            if any(tiers)
+        }
+        event = {
+            "step": step,
+            "layer": layer,
+            "direction": direction,
+            "phase": phase,
+            "rows": dict(zip(TIER_NAMES, by_tier(rows, self._tiers).tolist(), strict=True)),
+            "bytes": kinds,
+            "seconds": float(seconds),
+        }
+        self._file.write(json.dumps(event) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> EventLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

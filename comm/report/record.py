@@ -1,0 +1,166 @@
+"""From counted arrays and predictions to the run.json dictionary ("wideep.run/1").
+
+Pure: plain arrays and values in, plain JSON values out. docs/run_record.md explains each field.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from comm.report.full_scale import PAYLOAD_KINDS, full_scale
+from comm.report.load import balance, timing
+from comm.report.tally import EXPECTED_SCOPES, NETWORK, Tally
+
+SCHEMA = "wideep.run/1"
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """Everything that a record is made of.
+
+    manifest: what ran, where and when (docs/run_record.md lists the fields)
+    traffic: comm.meter.Traffic; exact: ExactTraffic; expected: None for a router without a law
+    tiers: [R, R] LinkTier of every pair
+    expert_rows: [L, E] choices of each logical expert, all ranks and measured steps
+    seconds: times of parts other than the phases ("experts", "step"), slowest rank
+    correctness: for each layer a dictionary of layer, routed_error, hidden_error
+    """
+
+    manifest: Mapping[str, Any]
+    traffic: Any
+    exact: Any
+    expected: Any | None
+    tiers: np.ndarray
+    verdicts: Sequence[Any]
+    headline: Any
+    expert_rows: np.ndarray
+    status: int
+    result_dir: str
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    correctness: Sequence[Mapping[str, float]] = ()
+    correctness_bound: float | None = None
+
+
+def build_record(run: RunInputs) -> dict[str, Any]:
+    """The run.json dictionary of one run."""
+    traffic, manifest = run.traffic, run.manifest
+    tally = Tally.of(traffic, run.exact, run.expected, run.tiers)
+    return plain(
+        {
+            "schema": SCHEMA,
+            "status": run.status,
+            "result_dir": run.result_dir,
+            "manifest": manifest,
+            "verdicts": [_verdict(verdict) for verdict in run.verdicts],
+            "totals": _totals(tally),
+            "headline": _headline(run.headline),
+            "full_scale": _full_scale(tally, manifest),
+            "rounds": (
+                len(traffic.layers)
+                * len(tally.directions)
+                * len(traffic.phases)
+                * manifest["steps"]
+            ),
+            "collectives": traffic.collectives,
+            "timing": timing(traffic, run.seconds),
+            "balance": balance(traffic, run.expert_rows),
+            "correctness": {"bound": run.correctness_bound, "layers": run.correctness},
+            "layers": list(_layer_rows(tally)),
+        }
+    )
+
+
+def plain(value: Any) -> Any:
+    """The same value in JSON's own types.
+
+    Arrays and tuples become lists, numpy's numbers Python's, and what JSON cannot say (NaN,
+    infinity) null.
+    """
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, (np.ndarray, np.generic)):
+        return plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _layer_rows(tally: Tally) -> Iterator[dict[str, Any]]:
+    """One entry a (layer, direction, phase), in the order in which they happen."""
+    for i, layer in enumerate(tally.traffic.layers):
+        for d in tally.directions:
+            for p in range(len(tally.traffic.phases)):
+                yield {"layer": layer, **tally.phase(d, [i], p), "cells": tally.cells(d, [i], p)}
+
+
+def _totals(tally: Tally) -> dict[str, Any]:
+    """Sums over the layers: of everything, by tier, by phase, and by (phase, kind, tier)."""
+    traffic = tally.traffic
+    layers, phases = range(len(traffic.layers)), range(len(traffic.phases))
+    by_phase, cells = [], []
+    for d in tally.directions:
+        for p, phase in enumerate(traffic.phases):
+            where = {"direction": traffic.directions[d], "phase": phase}
+            by_phase.append(tally.phase(d, layers, p))
+            cells += [{**where, **cell} for cell in tally.cells(d, layers, p)]
+    payload_kinds = [k for k, kind in enumerate(traffic.kinds) if kind in PAYLOAD_KINDS]
+    network = tally.measured[..., NETWORK].sum(axis=-1)  # [L, D, P, K]
+    payload = network[..., payload_kinds].sum()
+    return {
+        "measured_bytes": tally.measured.sum(),
+        "network_payload_bytes": payload,
+        "network_metadata_bytes": network.sum() - payload,
+        "tiers": {
+            scope: tally.scope(scope, tally.forward, layers, phases) for scope in EXPECTED_SCOPES
+        },
+        "phases": by_phase,
+        "cells": cells,
+    }
+
+
+def _full_scale(tally: Tally, manifest: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The mean rows of one token in one layer, forward, carried to the unscaled model."""
+    layers = range(len(tally.traffic.layers))
+    tokens = sum(manifest["tokens_per_rank"]) * manifest["steps"] * len(layers)
+    if not tokens:
+        return None
+    rows_per_token = {
+        phase: {
+            tier: int(rows) / tokens
+            for tier, rows in tally.phase(tally.forward, layers, p)["rows"].items()
+        }
+        for p, phase in enumerate(tally.traffic.phases)
+    }
+    return full_scale(
+        rows_per_token, manifest["full_shape"], manifest["dispatcher"], manifest["wire"]
+    )
+
+
+def _headline(headline: Any) -> dict[str, Any]:
+    """The headline formula beside what was counted, and the factors between the two in order."""
+    return {
+        "formula": headline.formula,
+        "headline_bytes": headline.headline_bytes,
+        "measured_bytes": headline.measured_bytes,
+        "ratio": headline.ratio,
+        "factors": [{"name": name, "value": value} for name, value in headline.factors],
+    }
+
+
+def _verdict(verdict: Any) -> dict[str, Any]:
+    """One verdict, its state by name."""
+    return {
+        "name": verdict.name,
+        "state": getattr(verdict.state, "name", verdict.state),
+        "measured": verdict.measured,
+        "predicted": verdict.predicted,
+        "bound": verdict.bound,
+        "reason": verdict.reason,
+    }

@@ -1,0 +1,156 @@
+"""Writes a result: the folder, run.json and the arrays; reads a record back.
+
+A file appears under its name whole or not at all. run.json is written last, so a folder that
+has one has everything.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from comm.report.record import SCHEMA
+from comm.topology import TIER_NAMES, Topology
+
+RESULTS = Path("results")
+ROUTING_ARRAYS = (
+    "topk_ids",
+    "topk_weights",
+    "token_rank",
+    "slots",
+    "slot_rank",
+    "physical_to_logical_map",
+)
+CSV_HEADER = ("layer", "direction", "phase", "kind", "src", "dst", "tier", "bytes")
+
+
+def make_result_dir(
+    output_dir: str | os.PathLike[str] | None,
+    model: str,
+    dispatcher: str,
+    now: datetime | None = None,
+) -> Path:
+    """Make the folder of a result: `output_dir`, or results/<time>-<model>-<dispatcher>.
+
+    An `output_dir` that exists is refused; the default gets a suffix where its name is taken.
+    """
+    stamp = (now or datetime.now()).strftime("%Y%m%d-%H%M%S")
+    name = re.sub(r"[^\w.-]+", "-", f"{stamp}-{model}-{dispatcher}")  # a model may hold a "/"
+    path = Path(output_dir) if output_dir else RESULTS / name
+    while True:
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:  # another run chose the same second
+            if output_dir or not path.is_dir():
+                raise ValueError(
+                    f"output_dir={path} exists already; nearest: output_dir={_free_name(path)}"
+                ) from None
+            path = _free_name(path)
+        except OSError as error:
+            raise ValueError(f"output_dir={path} cannot be made: {error.strerror}") from error
+
+
+def write_result(
+    folder: Path,
+    record: Mapping[str, Any],
+    traffic: Any,
+    csv: bool = False,
+    routing: Mapping[str, Any] | None = None,
+) -> None:
+    """Write run.json, traffic.npz and, if asked for, traffic.csv and routing.npz.
+
+    traffic: comm.meter.Traffic
+    routing: ROUTING_ARRAYS by name (docs/run_record.md has their shapes) and "header", a
+        dictionary that is stored as JSON text
+    """
+    if routing is not None:
+        write_whole(folder / "routing.npz", lambda file: _save_routing(file, routing))
+    write_whole(folder / "traffic.npz", lambda file: _save_traffic(file, traffic))
+    if csv:
+        tiers = Topology(tuple(record["manifest"]["node_of_rank"])).tiers()
+        write_whole(folder / "traffic.csv", lambda file: _save_csv(file, traffic, tiers))
+    text = json.dumps(record, indent=1, allow_nan=False)
+    write_whole(folder / "run.json", lambda file: file.write(f"{text}\n".encode()))
+
+
+def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The record of a result: its folder, or its run.json."""
+    path = Path(path)
+    file = path / "run.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(f"result={path} must be a folder with a run.json, or such a file")
+    record = json.loads(file.read_text())
+    schema = record.get("schema") if isinstance(record, dict) else None
+    if schema != SCHEMA:
+        raise ValueError(f"{file}: schema={schema!r} must be {SCHEMA!r}")
+    return record
+
+
+def write_whole(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
+    """Let `write` fill a file of another name beside `path`, and rename it when it is complete."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            write(file)
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _free_name(path: Path) -> Path:
+    """`path` with the first suffix -2, -3, ... that is not taken."""
+    number = 2
+    while os.path.lexists(candidate := path.with_name(f"{path.name}-{number}")):
+        number += 1
+    return candidate
+
+
+def _save_traffic(file: IO[bytes], traffic: Any) -> None:
+    np.savez_compressed(
+        file,
+        bytes=traffic.bytes,
+        rows=traffic.rows,
+        layers=np.asarray(traffic.layers),
+        directions=np.asarray(traffic.directions),
+        phases=np.asarray(traffic.phases),
+        kinds=np.asarray(traffic.kinds),
+    )
+
+
+def _save_routing(file: IO[bytes], routing: Mapping[str, Any]) -> None:
+    arrays: dict[str, Any] = {name: np.asarray(routing[name]) for name in ROUTING_ARRAYS}
+    np.savez_compressed(file, **arrays, header=np.asarray(json.dumps(routing["header"])))
+
+
+def _save_csv(file: IO[bytes], traffic: Any, tiers: np.ndarray) -> None:
+    """The non-zero cells, one a line, in the order of the axes."""
+    text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(CSV_HEADER)
+    for layer, cells in zip(traffic.layers, traffic.bytes, strict=True):
+        for d, p, k, src, dst in np.argwhere(cells).tolist():
+            writer.writerow(
+                (
+                    layer,
+                    traffic.directions[d],
+                    traffic.phases[p],
+                    traffic.kinds[k],
+                    src,
+                    dst,
+                    TIER_NAMES[tiers[src, dst]],
+                    cells[d, p, k, src, dst],
+                )
+            )
+    text.flush()
+    text.detach()

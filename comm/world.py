@@ -1,0 +1,154 @@
+"""Joins this process to the others: the process groups, and who lives on which node."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from comm.topology import Topology, divisibility_message
+
+MAX_TIMEOUT = timedelta(hours=24)
+
+
+@dataclass(frozen=True)
+class World:
+    """What a rank knows of itself and of the others.
+
+    metered_group: carries the traffic of the layers and nothing else, over its own connections;
+        control traffic (gathering records, barriers) uses the default group
+    local_rank, local_world_size: among the ranks of this host
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+    backend: str
+    metered_group: dist.ProcessGroup
+
+    def gather(self, value: object) -> list:
+        """Every rank's value, in rank order, on rank 0; an empty list elsewhere."""
+        values: list = [None] * self.world_size if self.rank == 0 else []
+        dist.gather_object(value, values if self.rank == 0 else None, dst=0)
+        return values
+
+    def share(self, value: object) -> object:
+        """Rank 0's value on every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+
+def join(
+    rank: int,
+    world_size: int,
+    *,
+    init_method: str,
+    local_rank: int = 0,
+    local_world_size: int = 1,
+    device: str = "cpu",
+    backend: str = "auto",
+    timeout_s: float = 60.0,
+) -> World:
+    """Meet the other ranks at `init_method` ("env://" under torchrun, "file://..." locally).
+
+    Raises ValueError where the device and the backend do not go together.
+    """
+    backend = resolve_backend(device, backend)
+    timeout = min(timedelta(seconds=timeout_s), MAX_TIMEOUT)
+    place = torch.device(device, local_rank) if device == "cuda" else torch.device(device)
+    if device == "cuda":
+        torch.cuda.set_device(place)
+    dist.init_process_group(
+        backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout
+    )
+    metered = dist.new_group(backend=backend, timeout=timeout)
+    tune_process(local_world_size)
+    return World(rank, world_size, local_rank, local_world_size, place, backend, metered)
+
+
+def leave() -> None:
+    """Close the connections; safe to call when there are none."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def resolve_backend(device: str, backend: str) -> str:
+    """gloo for the CPU, nccl for one GPU a rank. Raises ValueError for a pair that cannot work."""
+    wanted = {"cpu": "gloo", "cuda": "nccl"}[device] if backend == "auto" else backend
+    if device == "cpu" and wanted == "nccl":
+        raise ValueError("backend=nccl needs device=cuda; with device=cpu use backend=gloo")
+    if device == "cuda" and wanted == "gloo":
+        raise ValueError("backend=gloo needs device=cpu; with device=cuda use backend=nccl")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device=cuda: torch sees no GPU here; use device=cpu")
+    return wanted
+
+
+def tune_process(local_world_size: int) -> None:
+    """Settings that a crowded host needs; each is skipped where the system lacks it.
+
+    With more ranks than cores, batch scheduling stops ranks from preempting one another on every
+    wake-up, which makes a small collective several times faster. A large malloc threshold keeps
+    freed tensors in the process: glibc otherwise returns everything above 32 MiB to the kernel and
+    faults it in again on each call.
+    """
+    if hasattr(os, "sched_setscheduler") and local_world_size > (os.cpu_count() or 1):
+        with contextlib.suppress(OSError):  # forbidden in some containers; only slower
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    keep_freed_memory()
+
+
+def keep_freed_memory() -> None:
+    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of <malloc.h>
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    if mallopt is not None:
+        mallopt(mmap_threshold, 1 << 30)
+        mallopt(trim_threshold, (1 << 31) - 1)
+
+
+def gather_topology(
+    world: World,
+    ranks_per_node: int | None = None,
+    node_of_rank: tuple[int, ...] | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> Topology:
+    """The node of each rank as that rank reports it, numbered in order of first appearance.
+
+    ranks_per_node: splits each host into emulated nodes of that many of its ranks (or joins whole
+        hosts into one scale-up domain when it is a multiple of a host's ranks)
+    node_of_rank: a layout given outright, one node a rank
+    """
+    if node_of_rank is not None:
+        return Topology(tuple(node_of_rank))
+    report = own_node(world, ranks_per_node, environ)
+    digest = int.from_bytes(hashlib.sha256(report.encode()).digest()[:7], "big")
+    mine = torch.tensor([digest], dtype=torch.int64, device=world.device)
+    reports = [torch.empty_like(mine) for _ in range(world.world_size)]
+    dist.all_gather(reports, mine)
+    seen = [int(value) for value in reports]
+    names = {value: node for node, value in enumerate(dict.fromkeys(seen))}
+    return Topology(tuple(names[value] for value in seen))
+
+
+def own_node(world: World, ranks_per_node: int | None, environ: Mapping[str, str]) -> str:
+    """This rank's node in words: equal words, equal node."""
+    host = environ.get("GROUP_RANK", socket.gethostname())
+    local = world.local_world_size
+    if ranks_per_node is None:
+        return f"host {host}"
+    if local % ranks_per_node == 0:
+        return f"host {host}, part {world.local_rank // ranks_per_node}"
+    if ranks_per_node % local == 0 and "GROUP_RANK" in environ:
+        return f"domain {int(host) // (ranks_per_node // local)}"
+    raise ValueError(divisibility_message(local, ranks_per_node))

@@ -1,0 +1,83 @@
+"""The entry: `wideep`, `python -m moe` and `torchrun -m moe` all come here.
+
+Under torchrun this process is one rank and joins the others; otherwise it starts them. hydra, numpy
+and torch are imported only once the words of the command line are known to need them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from types import FrameType
+
+from moe.cli import help_text, read_words
+from moe.settings import Config, ConfigError
+from moe.version import VERSION
+
+USAGE_ERROR, RANK_FAILED, INTERRUPTED, TERMINATED = 2, 6, 130, 143
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit status, which rank 0 also leaves for launch.sh."""
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    first = not launched or os.environ["RANK"] == "0"
+    speaks = not launched or os.environ.get("LOCAL_RANK", "0") == "0"  # once for each host
+    try:
+        status = _run(sys.argv[1:] if words is None else words, launched, first)
+    except ConfigError as error:
+        if speaks:
+            print(f"wideep: {error}", file=sys.stderr)
+        status = USAGE_ERROR
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    except Exception:
+        print(f"rank {os.environ['RANK']}:" if launched else "wideep:", file=sys.stderr)
+        traceback.print_exc()
+        status = RANK_FAILED if launched else 1
+    if first and "WIDEEP_STATUS_FILE" in os.environ:
+        Path(os.environ["WIDEEP_STATUS_FILE"]).write_text(f"{status}\n", encoding="utf-8")
+    return status
+
+
+def _run(words: Sequence[str], launched: bool, first: bool) -> int:
+    request = read_words(words)
+    if request.flag in ("help", "version"):
+        if first:
+            print(help_text() if request.flag == "help" else f"wideep {VERSION}")
+        return 0
+    from moe.config import compose
+
+    world_size = int(os.environ["WORLD_SIZE"]) if launched else None
+    config = compose(request.overrides, world_size)
+    if request.flag == "check":
+        return 0
+    job = import_module(f"moe.jobs.{config.job}")
+    return job.run_rank(config) if launched else _launch(job.launch, config)
+
+
+def _launch(launch: Callable[[Config], int], config: Config) -> int:
+    """Start the ranks; a SIGTERM unwinds this process, so that it ends the ranks and then itself.
+
+    Not done in a rank of torchrun: a handler would wait for the collective that the rank is in,
+    while the signal's own action ends it at once.
+    """
+
+    def terminate(signum: int, frame: FrameType | None) -> None:
+        raise SystemExit(TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        return launch(config)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

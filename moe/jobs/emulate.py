@@ -1,0 +1,61 @@
+"""job=emulate: run the layers on real ranks, count every byte, hold the counts to the predictions.
+
+every rank   plan -> measure --+
+rank 0                         +--> judge -> files -> page
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+from comm.world import World
+from moe.jobs import ranks
+from moe.settings import Config
+
+
+def launch(config: Config) -> int:
+    """Start the ranks on this machine; the exit status of the run."""
+    return ranks.launch(emulate, config)
+
+
+def run_rank(config: Config) -> int:
+    """Be one of torchrun's ranks; the exit status, which only rank 0's verdicts decide."""
+    return ranks.run_rank(emulate, config)
+
+
+def emulate(world: World, config: Config) -> int:
+    """The whole job on one rank; a collective."""
+    from comm.report.console import render
+    from comm.report.progress import progress
+    from comm.report.store import make_result_dir, write_result
+    from moe.judge import judge, routing_file
+    from moe.manifest import gather_hosts, manifest
+    from moe.measure import measure
+    from moe.plan import make_plan
+
+    started = datetime.now(UTC)
+    plan = make_plan(config, world)
+    folder = world.share(
+        make_result_dir(config.output_dir, config.model.name, config.dispatcher.name)
+        if world.rank == 0
+        else None
+    )
+    assert isinstance(folder, Path)
+    hosts = gather_hosts(world)
+    forward_passes = config.warmup + config.steps
+    layers_to_run = plan.num_layers * (forward_passes + int(config.reference))
+    with progress(layers_to_run, "layers", world.rank) as done:
+        logs = world.gather(measure(plan, world, folder, done.advance))
+        if world.rank != 0:
+            return 0
+        judgement = judge(plan, logs, manifest(plan, world, hosts, started), folder, done.advance)
+    write_result(
+        folder,
+        judgement.record,
+        judgement.traffic,
+        csv=config.traffic_csv,
+        routing=routing_file(plan, judgement.routing) if config.record_routing else None,
+    )
+    render(judgement.record)
+    return judgement.status

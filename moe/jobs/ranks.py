@@ -1,0 +1,72 @@
+"""Brings a job to its ranks: forked here, or started by torchrun; and reports how they failed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from comm.spawn import RankFailure, is_consequence, run_ranks
+from moe.settings import Config
+
+RANK_FAILED = 6
+USAGE = 2
+GRACE_S = 1.0  # lets the rank that failed of itself speak before those that only lost it
+
+PRELOAD = ("moe.measure", "moe.judge", "comm.report.console", "comm.report.store")
+
+
+def launch(body: Callable[..., int], config: Config, *args: Any) -> int:
+    """Run body(world, config, *args) on `config.world_size` forked ranks; its status on rank 0."""
+    try:
+        statuses = run_ranks(
+            body,
+            config.world_size,
+            config,
+            *args,
+            preload=PRELOAD,
+            device=config.device,
+            backend=config.backend,
+            timeout_s=config.timeout_s,
+        )
+    except RankFailure as failure:
+        print(failure.guilty.details, end="", file=sys.stderr)
+        print(f"wideep: {failure}", file=sys.stderr)
+        return RANK_FAILED
+    return statuses[0]
+
+
+def run_rank(body: Callable[..., int], config: Config, *args: Any) -> int:
+    """Be one of torchrun's ranks: meet the others, run body(world, config, *args)."""
+    import torch
+
+    from comm.world import join, leave
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    rank = int(os.environ["RANK"])
+    try:
+        world = join(
+            rank,
+            int(os.environ["WORLD_SIZE"]),
+            init_method="env://",
+            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            device=config.device,
+            backend=config.backend,
+            timeout_s=config.timeout_s,
+        )
+        return body(world, config, *args)
+    except Exception as error:  # whatever it was, it must be told with the rank's number
+        if is_consequence(error):
+            time.sleep(GRACE_S)
+        else:
+            traceback.print_exc()
+        print(f"wideep: rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)
+        return RANK_FAILED
+    finally:
+        with contextlib.suppress(Exception):
+            leave()

@@ -1,0 +1,204 @@
+"""What a run is made of, as plain frozen values: one dataclass a component, one field a key.
+
+The fields are the single table of the command line's keys. Their types become the schema that
+refuses wrong ones (moe.config), their choices and minima are checked (moe.validate), and their
+texts and defaults are what --help prints (moe.cli). This file imports neither hydra nor torch, so
+that ranks which receive a Config start quickly.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
+from typing import Any, get_type_hints
+
+from moe.model import ModelShape, ScaleConfig
+
+DEFAULT_RANKS = 8
+MAX_RANKS = 4096  # processes on one machine: far beyond what any of today's can start
+
+JOBS = {
+    "emulate": "run the layers on real ranks, count every byte, compare it with the predictions",
+    "bench": "time dispatch and combine against the raw all-to-all of the same bytes",
+}
+DTYPES = ("fp32", "bf16", "fp16")
+WIRES = ("fp32", "bf16", "fp16", "fp8_block128", "mxfp8")
+
+
+class ConfigError(ValueError):
+    """What was asked for cannot be run; the message is one line, whatever was typed."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))
+
+
+def key(
+    default: Any,
+    text: str,
+    choices: Iterable[str] = (),
+    minimum: int | None = None,
+    maximum: int = 2**63 - 1,
+) -> Any:
+    """A field that is set on the command line: its default, what it means, what it may be.
+
+    choices: the only values allowed, of the field or of each entry of a list
+    minimum, maximum: of the field or of each entry of a list; with a minimum, it is an integer
+    """
+    limits = {"choices": tuple(choices), "minimum": minimum, "maximum": maximum}
+    return field(default=default, metadata={"text": text, **limits})
+
+
+def group(text: str) -> Any:
+    """A field filled from one file of conf/<field>/; conf/config.yaml names the default one."""
+    return field(metadata={"text": text, "group": True})
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    name: str
+
+
+@dataclass(frozen=True)
+class PlacementConfig:
+    name: str
+
+
+@dataclass(frozen=True)
+class DispatcherConfig:
+    name: str
+
+
+@dataclass(frozen=True)
+class WireConfig:
+    dispatch: str = key("bf16", "format of rows on their way to the experts", WIRES)
+    combine: str = key("bf16", "format of rows on their way back", WIRES)
+
+
+@dataclass(frozen=True)
+class TopologyConfig:
+    ranks_per_node: int | None = key(
+        None, "ranks that share a node; null: as the ranks report it", minimum=1
+    )
+    node_of_rank: tuple[int, ...] | None = key(
+        None, "the node of each rank, e.g. [0,1,0,1], for other layouts than blocks", minimum=0
+    )
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    tokens: tuple[int, ...] = key((256, 1024), "tokens a rank, one case for each", minimum=1)
+    widths: tuple[int, ...] = key((256, 1024), "payload widths, one case for each", minimum=1)
+    dtypes: tuple[str, ...] = key(("fp32", "bf16"), "compute and wire types", DTYPES)
+    dispatchers: tuple[str, ...] = key(
+        ("rank_dedup", "all_to_all", "allgather"), "the dispatchers to time"
+    )
+    iterations: int = key(20, "timed rounds of each case", minimum=2)
+    warmup: int = key(3, "rounds run first and not timed", minimum=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A whole run. moe.config.compose builds it, and nothing else should."""
+
+    job: str = key("emulate", "what to do; the first word without '=' sets it too", JOBS)
+    model: ModelShape = group("the network; hf reads the config.json at model.path")
+    scale: ScaleConfig = group("how far widths and depth are shrunk; E and K never are")
+    router: RouterConfig = group("who chooses the experts")
+    placement: PlacementConfig = group("which rank owns which expert")
+    dispatcher: DispatcherConfig = group("how rows reach their experts and come back")
+    wire: WireConfig = field(default_factory=WireConfig)
+    topology: TopologyConfig = field(default_factory=TopologyConfig)
+    ranks: int | None = key(
+        None,
+        f"processes to start; null: {DEFAULT_RANKS}, under torchrun its own number",
+        minimum=1,
+        maximum=MAX_RANKS,
+    )
+    tokens: int | tuple[int, ...] = key(
+        64, "tokens of every rank, or a list with one number a rank", minimum=0
+    )
+    steps: int = key(1, "measured forward passes", minimum=1)
+    warmup: int = key(1, "forward passes run first and left out of every figure", minimum=0)
+    layers: int | None = key(None, "MoE layers to run; null: as many as scale says", minimum=1)
+    seed: int = key(0, "of weights, hidden states and synthetic routing", minimum=0)
+    dtype: str = key("fp32", "type of the computation", DTYPES)
+    device: str = key("cpu", "where the ranks compute", ("cpu", "cuda"))
+    backend: str = key("auto", "auto: gloo on cpu, nccl on cuda", ("auto", "gloo", "nccl"))
+    reference: bool = key(True, "check the outputs against the dense single-process network")
+    record_routing: bool = key(False, "keep topk_ids and weights in routing.npz")
+    traffic_csv: bool = key(True, "write the non-zero cells of the traffic to traffic.csv too")
+    timeout_s: float = key(60.0, "seconds that a rank waits for the others")
+    output_dir: str | None = key(
+        None, "a new folder for the results; null: results/<time>-<model>-<dispatcher>"
+    )
+    bench: BenchConfig = field(default_factory=BenchConfig)
+
+    @property
+    def world_size(self) -> int:
+        return DEFAULT_RANKS if self.ranks is None else self.ranks
+
+    @property
+    def tokens_per_rank(self) -> tuple[int, ...]:
+        """Tokens of each rank: [R]."""
+        if isinstance(self.tokens, int):
+            return (self.tokens,) * self.world_size
+        return self.tokens
+
+
+@dataclass(frozen=True)
+class Key:
+    """One name of the command line.
+
+    default: dataclasses.MISSING where a file of conf/ gives the value
+    """
+
+    name: str
+    type: Any
+    default: Any
+    text: str = ""
+    choices: tuple[str, ...] = ()
+    minimum: int | None = None
+    maximum: int | None = None
+    group: bool = False
+
+
+@cache
+def keys(cls: Any = Config, prefix: str = "") -> dict[str, Key]:
+    """Every key by its full name, in the order of the fields, each component before its parts."""
+    found: dict[str, Key] = {}
+    hints = get_type_hints(cls)
+    for item in fields(cls):
+        name, hint = prefix + item.name, hints[item.name]
+        if not is_dataclass(hint) or "group" in item.metadata:
+            found[name] = Key(name, hint, item.default, **item.metadata)
+        if is_dataclass(hint):
+            found |= keys(hint, name + ".")
+    return found
+
+
+def shown(value: Any) -> str:
+    """A value as it is written on the command line."""
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(map(shown, value)) + "]"
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """' (did you mean X?)' with the nearest name, or nothing where none is near.
+
+    A name also matches by its last part: ranks_per_node finds topology.ranks_per_node.
+    """
+    by_word = {name.rsplit(".", 1)[-1]: name for name in names} | {name: name for name in names}
+    near = difflib.get_close_matches(word, by_word, n=1, cutoff=0.6)
+    return f" (did you mean {by_word[near[0]]}?)" if near else ""
+
+
+def no_such(kind: str, given: str, value: object, choices: Iterable[str]) -> ConfigError:
+    """The refusal of `given` (as typed) because `value` is none of the choices."""
+    names = sorted(choices)
+    near = did_you_mean(str(value), names)
+    return ConfigError(f"{given}: no such {kind}; choose {', '.join(names)}{near}")

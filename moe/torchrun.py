@@ -1,0 +1,53 @@
+"""torchrun, quieter and with the run's own exit status: python -m moe.torchrun ARGUMENTS
+
+torchrun turns every failure of a rank into status 1 and prints a report and a traceback of its own
+after those of the ranks. Here rank 0 leaves its status in a file (see moe.__main__), and torchrun
+says only what no rank could say itself: that a signal killed it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+RANK_FAILED = 6
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run torchrun with `arguments`; return the status of rank 0, or why there is none."""
+    logging.disable(logging.ERROR)  # in this process: the ranks speak for themselves
+    with tempfile.TemporaryDirectory(prefix="wideep-") as folder:
+        left = Path(folder) / "status"
+        os.environ["WIDEEP_STATUS_FILE"] = str(left)
+        status = _torchrun(sys.argv[1:] if arguments is None else arguments)
+        if status != RANK_FAILED or not left.exists():
+            return status
+        return int(left.read_text(encoding="utf-8")) or status  # 0: another rank failed, later
+
+
+def _torchrun(arguments: Sequence[str]) -> int:
+    """0, RANK_FAILED, or 128 + the signal that ended torchrun itself."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    try:
+        torchrun(list(arguments))
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode < 0:
+            name = signal.Signals(-failure.exitcode).name
+            print(f"wideep: rank {rank} was killed by {name}", file=sys.stderr)
+        return RANK_FAILED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""The rules that a composed configuration must keep, all checked before any rank starts.
+
+Each rule raises ConfigError with one line: the key, the value, the rule, and the nearest value that
+keeps it where there is one.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from comm.topology import divisibility_message
+from moe.model import scaled
+from moe.settings import WIRES, Config, ConfigError, Key, keys, no_such, shown
+
+BACKENDS = {"cpu": ("auto", "gloo"), "cuda": ("auto", "nccl")}
+
+
+def validate(config: Config, options: Callable[[str], list[str]]) -> None:
+    """Raise ConfigError for the first rule that `config` breaks.
+
+    options: the names of the files in a folder of conf/, e.g. options("dispatcher")
+    """
+    for key in keys().values():
+        _check_key(key, _value(config, key.name))
+    for name in ("router", "placement", "dispatcher"):
+        _check_choices(f"{name}.name", name, getattr(config, name).name, options(name))
+    timed = config.bench.dispatchers
+    _check_choices("bench.dispatchers", "dispatcher", timed, options("dispatcher"))
+    _check_model(config)
+    _check_ranks(config)
+    _check_tokens(config)
+    _check_surroundings(config)
+    check_output_dir(config.output_dir)
+
+
+def _value(config: Config, name: str) -> Any:
+    value: Any = config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _check_key(key: Key, value: Any) -> None:
+    """The choices and the limits that the table of keys states."""
+    if key.group or value is None:
+        return
+    if isinstance(value, tuple) and not value:
+        raise ConfigError(f"{key.name}=[]: must not be empty")
+    if key.choices:
+        last = key.name.rsplit(".", 1)[-1].rstrip("s")
+        kind = "wire format" if key.choices == WIRES else last
+        _check_choices(key.name, kind, value, key.choices)
+    if key.minimum is None:
+        return
+    entries = value if isinstance(value, tuple) else (value,)
+    if min(entries) < key.minimum:
+        raise ConfigError(f"{key.name}={shown(value)}: must be >= {key.minimum}")
+    if max(entries) > key.maximum:
+        raise ConfigError(f"{key.name}={shown(value)}: must be <= {key.maximum}")
+
+
+def _check_choices(name: str, kind: str, value: Any, choices: Any) -> None:
+    for entry in value if isinstance(value, tuple) else (value,):
+        if entry not in choices:
+            raise no_such(kind, f"{name}={shown(value)}", entry, choices)
+
+
+def _check_model(config: Config) -> None:
+    """A network that exists, at a scale that makes sense, with as many layers as it has."""
+    model = config.model
+    if config.layers is not None and config.layers > model.num_moe_layers:
+        raise ConfigError(
+            f"layers={config.layers}: {model.name} has {model.num_moe_layers} MoE layers;"
+            f" nearest: {model.num_moe_layers}"
+        )
+    try:
+        scaled(model.validate(), config.scale).validate()
+    except ValueError as error:
+        of = "" if str(error).startswith("scale.") else f"model={model.name}: "
+        raise ConfigError(f"{of}{error}") from error
+
+
+def _check_ranks(config: Config) -> None:
+    """One layout of nodes, and one that the ranks fill."""
+    ranks, topology = config.world_size, config.topology
+    if topology.ranks_per_node is not None and topology.node_of_rank is not None:
+        raise ConfigError("topology.ranks_per_node and topology.node_of_rank: set only one of them")
+    if topology.ranks_per_node is not None and ranks % topology.ranks_per_node:
+        raise ConfigError(divisibility_message(ranks, topology.ranks_per_node))
+    if topology.node_of_rank is not None and len(topology.node_of_rank) != ranks:
+        raise ConfigError(
+            f"topology.node_of_rank={shown(topology.node_of_rank)}: lists"
+            f" {len(topology.node_of_rank)} ranks, ranks={ranks}"
+        )
+
+
+def _check_tokens(config: Config) -> None:
+    if len(config.tokens_per_rank) != config.world_size:
+        raise ConfigError(
+            f"tokens={shown(config.tokens)}: lists {len(config.tokens_per_rank)} ranks,"
+            f" ranks={config.world_size}"
+        )
+
+
+def _check_surroundings(config: Config) -> None:
+    if config.backend not in BACKENDS[config.device]:
+        allowed = " or ".join(BACKENDS[config.device])
+        raise ConfigError(
+            f"backend={config.backend}: device={config.device} needs backend={allowed}"
+        )
+    if not (math.isfinite(config.timeout_s) and config.timeout_s > 0):
+        raise ConfigError(f"timeout_s={config.timeout_s}: must be a positive number of seconds")
+
+
+def check_output_dir(output_dir: str | None) -> None:
+    """A result never overwrites another, and can be written once the run is over.
+
+    None: the default, a new folder inside ./results
+    """
+    target = Path("results" if output_dir is None else output_dir)
+    given = f"output_dir={shown(output_dir)}"
+    try:
+        if output_dir is not None and os.path.lexists(target):
+            raise ConfigError(f"{given}: exists; choose a new folder")
+        parent = target.absolute()
+        while not os.path.lexists(parent):
+            parent = parent.parent
+        # asked of the file system by doing it: permission bits say nothing to root, nor on /proc
+        os.rmdir(tempfile.mkdtemp(prefix=".wideep-", dir=parent))
+    except OSError as error:
+        raise ConfigError(f"{given}: cannot write in {parent}: {error.strerror}") from error

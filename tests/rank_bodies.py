@@ -1,0 +1,143 @@
+"""What the tests run on ranks: functions of (world, ...), importable by a forked rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import torch
+
+from comm.dispatch import build_dispatcher
+from comm.dispatch.base import DispatchSetup
+from comm.meter import Position, TrafficMeter
+from comm.placement import build_placement
+from comm.transport import Transport
+from comm.wire import WIRE_FORMATS
+
+
+def who_am_i(world):
+    return world.rank, world.world_size
+
+
+def fail_on(world, rank, how):
+    """One rank ends badly while the others wait for it in a collective."""
+    if world.rank == rank:
+        if how == "raise":
+            raise KeyError("the cause")
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "exit":
+            os._exit(3)
+        if how == "hang":
+            time.sleep(3600)
+    world.gather(world.rank)
+    torch.distributed.barrier()
+    return world.rank
+
+
+def pids(world):
+    return os.getpid()
+
+
+def hang_and_tell(world, folder):
+    (folder / f"{world.rank}.pid").write_text(str(os.getpid()))
+    time.sleep(3600)
+
+
+def disagree(world, what):
+    """Rank 1 means another message than rank 0."""
+    transport = Transport(world, TrafficMeter(4, world.world_size))
+    mine = world.rank == 1
+    position = Position(3 if mine and what == "layer" else 2, "dispatch")
+    counts = [torch.ones(1, dtype=torch.int64) for _ in range(world.world_size)]
+    transport.exchange_counts(
+        position,
+        counts,
+        num_expected=1,
+        row_bytes=640 if mine and what == "row bytes" else 512,
+        wire_code=4 if mine and what == "wire format" else 1,
+    )
+
+
+def exchange_poisoned(world, rows_to):
+    """Rows to each rank as `rows_to[src][dst]`, received over memory full of 0xAB."""
+    transport = Transport(world, TrafficMeter(1, world.world_size))
+    transport.staging("received", 4096, 8).fill_(0xAB)
+    out = rows_to[world.rank]
+    counts = [torch.tensor([rows]) for rows in out]
+    position = Position(0, "dispatch")
+    rows_from = transport.exchange_counts(position, counts, 1, 8, 0).flatten().tolist()
+    transport.staging("received", 4096, 8).fill_(0xAB)
+    message = torch.full((sum(out), 8), world.rank, dtype=torch.uint8)
+    received = transport.all_to_all(position, message, [("hidden", message)], out, rows_from)
+    return rows_from, received.clone(), transport.meter.sent.sum(axis=(0, 1, 2))
+
+
+def batch(world, tokens, top_k, width, num_experts, absent=0.0):
+    """This rank's tokens: hidden, ids and weights that are powers of two."""
+    generator = torch.Generator().manual_seed(1000 * world.world_size + world.rank)
+    ids = (
+        torch.stack(
+            [torch.randperm(num_experts, generator=generator)[:top_k] for _ in range(tokens)]
+        )
+        if tokens
+        else torch.empty(0, top_k, dtype=torch.int64)
+    )
+    ids = torch.where(torch.rand(ids.shape, generator=generator) < absent, -1, ids)
+    weights = 2.0 ** torch.randint(-4, 1, ids.shape, generator=generator)
+    return torch.randn(tokens, width, generator=generator), ids, weights
+
+
+def scale_of(expert):
+    """What expert number `expert` multiplies its rows by: elementwise, so equal in any order."""
+    return 1.0 + expert / 64.0
+
+
+def out_and_back(world, cases):
+    """For each case (dispatcher, placement, wire, tokens of each rank): input, routing, output."""
+    results = []
+    for name, placed, wire, tokens, absent in cases:
+        num_experts, top_k, width = 30, 5, 33
+        placement = build_placement(placed, num_experts, world.world_size)
+        meter = TrafficMeter(1, world.world_size)
+        transport = Transport(world, meter)
+        transport.staging("received", 4096, 256).fill_(0xAB)
+        transport.staging("sent", 4096, 256).fill_(0xCD)
+        formats = (WIRE_FORMATS[wire], WIRE_FORMATS[wire])
+        dispatcher = build_dispatcher(
+            name, DispatchSetup(transport, placement, *formats, 0, width, top_k)
+        )
+        hidden, ids, weights = batch(
+            world, tokens[world.rank % len(tokens)], top_k, width, num_experts, absent
+        )
+        arrived = dispatcher.dispatch(hidden, ids, weights)
+        experts = torch.from_numpy(placement.local_experts(world.rank))
+        expert_of_row = torch.repeat_interleave(experts, arrived.tokens_per_expert)
+        output = arrived.expert_input * scale_of(expert_of_row)[:, None]
+        combined = dispatcher.combine(output, arrived.handle)
+        results.append((hidden, ids, weights, arrived.expert_input, expert_of_row, combined, meter))
+    return results
+
+
+def misuse(world, name):
+    """Every wrong argument in turn; the message of each refusal."""
+    placement = build_placement("contiguous", 8, world.world_size)
+    wire = WIRE_FORMATS["fp32"]
+    transport = Transport(world, TrafficMeter(1, world.world_size))
+    dispatcher = build_dispatcher(name, DispatchSetup(transport, placement, wire, wire, 0, 4, 2))
+    hidden, ids, weights = torch.zeros(3, 4), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2)
+    wrong = [
+        (torch.zeros(3, 5), ids, weights),
+        (hidden, ids[:, :1], weights),
+        (hidden, ids, weights[:2]),
+        (hidden, ids + 8, weights),
+        (hidden, ids - 2, weights),
+    ]
+    messages = []
+    for arguments in wrong:
+        try:
+            dispatcher.dispatch(*arguments)
+        except ValueError as error:
+            messages.append(str(error))
+    return messages

@@ -1,0 +1,353 @@
+"""The printed page: it fits, its numbers add up, and an error in the counts shows in it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import json
+import math
+import re
+from typing import Any
+
+import pytest
+from report_samples import sample_inputs, sample_record, with_extra_bytes
+
+from comm.report.console import page, render
+from comm.report.full_scale import full_scale
+from comm.report.layout import plain_text, wrap
+from comm.report.record import build_record
+from comm.report.table_rows import folded_layers, format_z
+from comm.report.units import (
+    format_bytes,
+    format_fixed,
+    format_memory,
+    format_seconds,
+    format_significant,
+)
+
+RUNS: dict[str, dict[str, Any]] = {
+    "default": {"tokens": 64, "layers": 4},
+    "one rank": {"ranks": 1, "ranks_per_node": 1},
+    "one node": {"ranks_per_node": 8},
+    "nodes of one": {"ranks_per_node": 1},
+    "ragged, no law": {"tokens": [0, 5, 1, 0, 0, 2, 9, 3], "router": "learned", "wire": "mxfp8"},
+    "all-gather": {"dispatcher": "allgather", "latent": None},
+    "no tokens": {"tokens": 0},
+    "72 ranks": {"ranks": 72, "ranks_per_node": 8, "tokens": 2, "dispatcher": "all_to_all"},
+    "224 ranks": {"ranks": 224, "ranks_per_node": 8, "tokens": 1, "layers": 1},
+    "92 layers": {"layers": 92, "ranks": 4, "ranks_per_node": 2, "tokens": 2, "num_experts": 64},
+}
+
+
+@functools.cache
+def run(name: str) -> dict[str, Any]:
+    """The record of one of RUNS; not to be changed."""
+    return sample_record(**RUNS[name])
+
+
+def text_of(record: dict[str, Any]) -> list[str]:
+    return [plain_text(spans) for spans in page(record)]
+
+
+def table_rows(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Words of the column line, and each row of the table as words, labels included."""
+    lines = text_of(record)
+    start = next(i for i, text in enumerate(lines) if text.startswith("BY LAYER"))
+    rules = [i for i, text in enumerate(lines) if i > start and set(text.strip()) == {"-"}][:2]
+    end = next(i for i, text in enumerate(lines) if text.startswith("  network"))
+    rows = [
+        text.split() for i, text in enumerate(lines[rules[0] : end], rules[0]) if i not in rules
+    ]
+    return lines[start + 3].split(), rows
+
+
+def number(cell: str) -> float:
+    return 0.0 if cell == "-" else float(cell.replace(",", "").removeprefix("<"))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_page_fits_and_is_ascii(name: str) -> None:
+    lines = text_of(run(name))
+    assert max(len(text) for text in lines) <= 100
+    assert all(text.isascii() and "\0" not in text for text in lines)
+    heads = [text.split("  ")[0] for text in lines if text and text[0] != " "]
+    sections = ["WideEP 0.1.0", "ANSWER", "BY LAYER", "HEADLINE", "FULL SIZE", "TIME", "RESULTS"]
+    if name == "no tokens":
+        sections.remove("FULL SIZE")
+    assert heads == sections
+
+
+@pytest.mark.parametrize("factor", [10**3, 10**7, 10**11])
+def test_a_huge_run_fits(factor: int) -> None:
+    record = scaled(sample_record(tokens=64, layers=4), factor)
+    record["layers"][0]["differing_bytes"] = factor
+    assert max(len(text) for text in text_of(record)) <= 100
+
+
+def scaled(value: Any, factor: int, key: str = "") -> Any:
+    """The record with every byte and row of its layers and totals multiplied."""
+    if isinstance(value, dict):
+        return {
+            k: scaled(v, factor, k if k != "rows" else "rows_bytes")
+            if k not in ("self", "scale_up", "scale_out") or not isinstance(v, int)
+            else v * factor
+            for k, v in value.items()
+        }
+    if isinstance(value, list):
+        return [scaled(item, factor, key) for item in value]
+    return value * factor if key.endswith("_bytes") and isinstance(value, int) else value
+
+
+@pytest.mark.parametrize("name", ["default", "ragged, no law", "92 layers", "one rank", "72 ranks"])
+def test_numbers_parse_back_and_sum_to_the_total(name: str) -> None:
+    record = run(name)
+    _, rows = table_rows(record)
+    rows = [row if row[0][0].isdigit() or row[0] == "total" else ["", *row] for row in rows]
+    cut = next(i for i, row in enumerate(rows) if row[0] == "total")
+    body, (dispatch, combine, both) = rows[:cut], rows[cut:]
+    size = 1 + max(i for i, cell in enumerate(both) if cell.replace(",", "").strip("-.").isdigit())
+    for column in range(2, size):
+        half = 0.5 * 10 ** -len(both[column].partition(".")[2]) * (len(body) + 3)
+        for phase, total in (("dispatch", dispatch), ("combine", combine)):
+            parts = sum(number(row[column]) for row in body if row[1] == phase)
+            assert parts == pytest.approx(number(total[column]), abs=half)
+        sums = number(dispatch[column]) + number(combine[column])
+        assert sums == pytest.approx(number(both[column]), abs=half)
+    assert number(both[2]) == sum(sum(e["rows"].values()) for e in record["layers"])
+
+
+def test_the_table_shows_the_bytes_of_the_record() -> None:
+    """A run so small that the table is in bytes: every cell is exact."""
+    record = sample_record(tokens=1, layers=1)
+    header, rows = table_rows(record)
+    assert header == [
+        "layer",
+        "phase",
+        "rows",
+        "hidden",
+        "scales",
+        "weights",
+        "counts",
+        "self",
+        "node",
+        "nodes",
+        "B",
+        "B",
+        "z",
+    ]
+    cells = [c for c in record["layers"][0]["cells"]]
+    kinds = {
+        k: sum(c["measured_bytes"] for c in cells if c["kind"] == k)
+        for k in ("hidden", "ids", "weights", "counts")
+    }
+    tiers = [
+        sum(c["measured_bytes"] for c in cells if c["tier"] == t)
+        for t in ("self", "scale_up", "scale_out")
+    ]
+    shown = [number(cell) for cell in rows[0][2:-1]]
+    assert shown == [
+        sum(record["layers"][0]["rows"].values()),
+        kinds["hidden"],
+        0,
+        kinds["ids"] + kinds["weights"],
+        kinds["counts"],
+        *tiers,
+        sum(tiers),
+        0,
+    ]
+
+
+def test_columns_of_tiers_without_pairs_are_said_not_shown() -> None:
+    for name, note in (
+        ("one node", "one node: nothing goes between nodes"),
+        ("nodes of one", "every rank is a node"),
+        ("one rank", "nothing leaves it"),
+    ):
+        record = run(name)
+        header, _ = table_rows(record)
+        assert ("nodes" in header) == (name == "nodes of one")
+        assert ("node" in header) == (name == "one node")
+        assert any(note in text for text in text_of(record))
+
+
+def test_a_deep_model_is_folded_and_says_so() -> None:
+    record = run("92 layers")
+    assert folded_layers(record) == list(range(2, 90))
+    _, rows = table_rows(record)
+    assert [row[0] for row in rows if row[0][0].isdigit()] == ["0", "1", "2-89", "90", "91"]
+    (note,) = (text for text in text_of(record) if text.startswith("  folded"))
+    assert "rows 2-89 are sums over 88 layers, z from" in note
+
+
+def test_a_layer_that_differs_is_never_folded() -> None:
+    inputs = sample_inputs(**RUNS["92 layers"])
+    record = build_record(with_extra_bytes(inputs, (40, 0, 1, 0, 0, 3), -256))
+    _, rows = table_rows(record)
+    assert [row[0] for row in rows if row[0][0].isdigit()] == ["0", "1", "2-89", "40", "90", "91"]
+    combine = rows[[row[0] for row in rows].index("40") + 1]
+    assert "-256" in combine
+    assert any("87 layers (without 40)" in text for text in text_of(record))
+
+
+def test_a_wrong_cell_changes_the_answer_and_the_difference() -> None:
+    inputs = sample_inputs()
+    good, bad = (
+        build_record(inputs),
+        build_record(with_extra_bytes(inputs, (1, 0, 0, 0, 2, 5), 256)),
+    )
+    good_page, bad_page = "\n".join(text_of(good)), "\n".join(text_of(bad))
+    assert "ANSWER  everything that was checked agrees (status 0)" in good_page
+    assert "ANSWER  COUNTED BYTES DIFFER from a prediction (status 3)" in bad_page
+    assert "OUTSIDE" in bad_page and "OUTSIDE" not in good_page
+    place = "layer 1, dispatch, hidden, rank 2 -> rank 5"
+    assert place in " ".join(bad_page.split())
+    differing = [row for row in table_rows(bad)[1] if "+256" in row]
+    assert len(differing) == 3  # the layer, the phase's total, the total
+    assert not any("+256" in row for row in table_rows(good)[1])
+
+
+def test_errors_that_cancel_are_shown() -> None:
+    inputs = with_extra_bytes(sample_inputs(), (0, 0, 0, 0, 2, 5), 256)
+    record = build_record(with_extra_bytes(inputs, (0, 0, 0, 0, 2, 6), -256))
+    assert "+-512" in table_rows(record)[1][0]
+
+
+def test_the_answer_comes_before_every_table() -> None:
+    lines = text_of(sample_record())
+    assert [text for text in lines if text[:1] not in ("", " ")][1].startswith("ANSWER")
+    assert lines.index(next(t for t in lines if t.startswith("ANSWER"))) < 9
+
+
+def test_the_headline_is_walked_down_to_the_count() -> None:
+    record = sample_record(tokens=64, layers=4)
+    lines = text_of(record)
+    start = next(i for i, text in enumerate(lines) if text.startswith("HEADLINE"))
+    factors = re.findall(r" x (\d+\.\d{4}) ", "\n".join(lines[start : start + 12]))
+    assert len(factors) == 7
+    product = math.prod(map(float, factors))
+    assert product == pytest.approx(record["headline"]["ratio"], abs=2e-4)
+    overstated = 1 / record["headline"]["ratio"]
+    assert sum(f"the formula overstates it {overstated:.2f} times" in text for text in lines) == 2
+
+
+def test_k3_at_full_size_on_eight_ranks() -> None:
+    """traffic_model: 6.1894 rows a token leave the rank, 44,366 B of BF16 payload; 184 rounds."""
+    record = sample_record(tokens=1, layers=1)
+    rows = {"self": 7.0736 - 6.1894, "scale_up": 2.6526, "scale_out": 6.1894 - 2.6526}
+    record["full_scale"] = full_scale(
+        {"dispatch": rows, "combine": rows},
+        record["manifest"]["full_shape"],
+        "rank_dedup",
+        {"dispatch": "bf16", "combine": "bf16"},
+    )
+    lines = text_of(record)
+    dispatch = next(text.split() for text in lines if text.startswith("  dispatch, a layer"))
+    assert dispatch[3] == "6.189"
+    assert dispatch[8:10] == ["44.37", "kB"] and dispatch[-2:] == ["229.4", "kB"]
+    assert any("pass, 184 rounds" in text for text in lines)
+    assert any("3584 values really sent 114.7 kB" in text for text in lines)
+
+
+def test_a_saved_record_prints_the_same() -> None:
+    record = sample_record()
+    assert text_of(json.loads(json.dumps(record))) == text_of(record)
+
+
+def test_printing_changes_nothing() -> None:
+    record = run("92 layers")
+    before = copy.deepcopy(record)
+    text_of(record)
+    assert record == before
+
+
+def test_a_pipe_gets_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    record, out = sample_record(), io.StringIO()
+    render(record, file=out)
+    assert out.getvalue().splitlines() == text_of(record)
+
+
+def test_colour_only_adds_escapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    record, out = sample_record(), io.StringIO()
+    render(record, color=True, file=out)
+    assert "\x1b[1;32m  EXACT" in out.getvalue()
+    stripped = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
+    assert [text.rstrip() for text in stripped.splitlines()] == text_of(record)
+
+
+def test_no_colour_where_it_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    render(sample_record(), color=False, file=out)
+    assert "\x1b" not in out.getvalue()
+
+
+def test_a_path_that_the_terminal_cannot_spell_is_escaped() -> None:
+    raw = io.BytesIO()
+    out = io.TextIOWrapper(raw, encoding="ascii")
+    record = {**sample_record(), "result_dir": "/home/j\u00f6rg/[red]x" + "y" * 120}
+    render(record, file=out)
+    out.flush()
+    lines = raw.getvalue().decode("ascii").splitlines()
+    assert any("/home/j\\xf6rg/[red]x" in text for text in lines)
+    assert max(map(len, lines)) <= 103  # an escaped letter takes four columns
+
+
+def test_a_page_too_narrow_for_the_table_is_refused() -> None:
+    with pytest.raises(ValueError, match="width=40 is too narrow"):
+        page(sample_record(), 40)
+
+
+def test_z_says_when_the_law_leaves_no_spread() -> None:
+    figure = {"measured_bytes": 7, "expected_bytes": 7.0, "z": None}
+    assert format_z(figure) == "="
+    assert format_z({**figure, "measured_bytes": 8}) == "!="
+    assert format_z({**figure, "expected_bytes": None}) == ""
+    assert format_z({**figure, "z": -1.234}) == "-1.23"
+    shown = [format_z({**figure, "z": z}) for z in (12.34, -123.4, 1234.5, 12345.6, -3e15)]
+    assert shown == ["+12.3", "-123", "+1234", "+1e4", "-3e15"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (896.5, "896.5 B"),
+        (1000, "1.000 kB"),
+        (44_366, "44.37 kB"),
+        (999_949, "999.9 kB"),
+        (999_950, "1.000 MB"),
+        (229_376, "229.4 kB"),
+        (8.163e6, "8.163 MB"),
+        (1.561e12, "1.561 TB"),
+        (3e21, "3,000 EB"),
+        (-4096, "-4.096 kB"),
+    ],
+)
+def test_format_bytes(value: float, text: str) -> None:
+    assert format_bytes(value) == text
+
+
+def test_other_formats() -> None:
+    assert format_significant(0.029129) == "0.02913"
+    assert format_significant(99_999.6) == "100,000"
+    assert format_memory(141 * 2**30) == "141.0 GiB"
+    assert [format_seconds(s) for s in (12.3456, 0.0123456, 1.5e-7, 0.0)] == [
+        "12.35 s",
+        "12.35 ms",
+        "0.1500 us",
+        "0 us",
+    ]
+    assert [format_fixed(n, 1, 1) for n in (0, 40, 1_234_567)] == ["-", "<0.1", "1,234.6"]
+
+
+def test_a_number_keeps_its_unit_when_a_line_ends() -> None:
+    assert wrap("it was 41,000 B in 3.2 ms, 7 bytes", 13) == [
+        "it was",
+        "41,000 B in",
+        "3.2 ms, 7",
+        "bytes",
+    ]

@@ -1,0 +1,89 @@
+"""Imports go one way only, late ones included: comm never sees moe, the analytic side stands alone.
+
+Each rule: files that match -> modules they may import among the project's own and the heavy ones.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+WATCHED = ("comm", "moe", "torch", "hydra", "omegaconf", "rich", "tests")
+
+PURE = {
+    "comm.topology": (),
+    "comm.placement": (),
+    "comm.wire": ("torch",),
+    "comm.permute": ("torch",),
+}
+RULES: dict[str, tuple[str, ...]] = PURE | {
+    "comm.meter": ("torch",),
+    "comm.world": ("torch", "comm.topology"),
+    "comm.transport": ("torch", "comm.meter", "comm.world"),
+    "comm.spawn": ("torch", "comm.world"),
+    "comm.dispatch": ("torch", "comm.dispatch", "comm.meter", "comm.transport", *PURE),
+    "comm.analytic": ("comm.analytic", "comm.topology"),
+    "comm.verdict": ("comm.analytic",),
+    "comm.report": ("rich", "comm.report", "comm.topology", "comm.analytic.rows"),
+    "moe.version": (),
+    "moe.philox": (),
+    "moe.model": (),
+    "moe.hf_config": ("moe.model",),
+    "moe.synthetic": ("moe.philox",),
+    "moe.experts": ("torch", "moe.model", "moe.philox"),
+    "moe.router": ("torch", "moe.model", "moe.philox", "moe.experts"),
+    "moe.layer": (
+        "torch", "moe.model", "moe.philox", "moe.experts", "moe.router", "comm.dispatch.base",
+    ),
+    "moe.reference": ("torch", "moe.model", "moe.experts"),
+    "moe.settings": ("moe.model",),
+}  # fmt: skip
+HYDRA_ALLOWED = {"moe.config", "moe.conf_files", "moe.__main__"}
+
+
+def modules():
+    for package in ("comm", "moe"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            yield name.removesuffix(".__init__"), path
+
+
+def imported(path):
+    """Every module named in an import statement, at any depth of the file."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in names if name.split(".")[0] in WATCHED}
+
+
+def matches(name, prefix):
+    return name == prefix or name.startswith(prefix + ".")
+
+
+MODULES = dict(modules())
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_only_what_its_layer_may(name):
+    names = imported(MODULES[name])
+    rule = next((RULES[prefix] for prefix in RULES if matches(name, prefix)), None)
+    if rule is not None:
+        wrong = {one for one in names if not any(matches(one, allowed) for allowed in rule)}
+        assert not wrong, f"{name} may import {rule}"
+    if name.startswith("comm"):
+        assert not any(matches(one, "moe") for one in names)
+        assert rule is not None or name == "comm", f"{name} has no rule in this test"
+    if name not in HYDRA_ALLOWED:
+        assert not any(matches(one, "hydra") or matches(one, "omegaconf") for one in names)
+    if not name.startswith("moe.jobs") and name != "moe.__main__":
+        assert not any(matches(one, "moe.jobs") for one in names)
+
+
+def test_there_is_something_to_check():
+    assert len(MODULES) > 30
+    assert "torch" in imported(ROOT / "comm" / "spawn.py")  # a late import is seen

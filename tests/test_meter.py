@@ -1,0 +1,85 @@
+"""The meter counts what it is given, where it is told, and refuses parts that do not add up."""
+
+import numpy as np
+import pytest
+import torch
+
+from comm.meter import KINDS, PHASES, Position, Traffic, TrafficMeter
+
+
+def message(rows, *parts):
+    """A packed message and its parts, from (kind, bytes a row)."""
+    return (
+        torch.zeros(rows, sum(size for _, size in parts), dtype=torch.uint8),
+        [(kind, torch.zeros(1, size, dtype=torch.uint8)) for kind, size in parts],
+    )
+
+
+def test_bytes_rows_and_receipts_land_in_their_cells():
+    meter = TrafficMeter(num_layers=2, world_size=3)
+    packed, parts = message(6, ("hidden", 10), ("scales", 4))
+    meter.record(Position(1, "combine"), packed, parts, [1, 5, 0], [2, 0, 7])
+    cells = meter.sent[1, 0, PHASES.index("combine")]
+    assert cells[KINDS.index("hidden")].tolist() == [10, 50, 0]
+    assert cells[KINDS.index("scales")].tolist() == [4, 20, 0]
+    assert meter.sent.sum() == 6 * 14  # and nowhere else
+    assert meter.rows[1, 0, 1].tolist() == [1, 5, 0] and meter.rows.sum() == 6
+    assert meter.received[1, 0, 1].tolist() == [28, 0, 98]
+    assert meter.collectives == 1
+
+
+def test_counts_messages_have_bytes_and_no_rows():
+    meter = TrafficMeter(1, 2)
+    packed, parts = message(4, ("counts", 8))
+    meter.record(Position(0, "dispatch"), packed, parts, [2, 2], [2, 2])
+    assert meter.sent.sum() == 32 and meter.rows.sum() == 0
+
+
+def test_parts_must_sum_to_the_row():
+    meter = TrafficMeter(1, 2)
+    packed, parts = message(2, ("hidden", 10), ("scales", 4))
+    with pytest.raises(AssertionError, match="do not sum to the 14 B"):
+        meter.record(Position(0, "dispatch"), packed, parts[:1], [1, 1], [1, 1])
+
+
+def test_splits_must_sum_to_the_rows():
+    meter = TrafficMeter(1, 2)
+    packed, parts = message(2, ("hidden", 10))
+    with pytest.raises(AssertionError, match="against 2 rows"):
+        meter.record(Position(0, "dispatch"), packed, parts, [1, 2], [1, 1])
+
+
+def test_nothing_is_counted_while_disabled():
+    meter = TrafficMeter(1, 2, enabled=False)
+    packed, parts = message(2, ("hidden", 10))
+    meter.record(Position(0, "dispatch"), packed, parts, [1, 1], [1, 1])
+    meter.phase_ended(Position(0, "dispatch"), 1.0)
+    assert not meter.sent.any() and not meter.seconds.any() and meter.collectives == 0
+
+
+def test_a_listener_hears_every_phase():
+    heard = []
+    meter = TrafficMeter(1, 2, on_phase=lambda position, seconds: heard.append((position, seconds)))
+    meter.phase_ended(Position(0, "combine"), 0.5)
+    assert heard == [(Position(0, "combine"), 0.5)]
+    assert meter.seconds.tolist() == [[[0.0, 0.5], [0.0, 0.0]]]
+
+
+def test_assembled_axes_are_source_then_destination():
+    meters = [TrafficMeter(1, 3) for _ in range(3)]
+    packed, parts = message(1, ("hidden", 10))
+    meters[2].record(Position(0, "dispatch"), packed, parts, [0, 1, 0], [0, 0, 0])
+    meters[1].record(Position(0, "dispatch"), packed[:0], parts, [0, 0, 0], [0, 0, 1])
+    traffic = Traffic.assemble(meters)
+    assert np.argwhere(traffic.bytes).tolist() == [[0, 0, 0, KINDS.index("hidden"), 2, 1]]
+    assert np.argwhere(traffic.rows).tolist() == [[0, 0, 0, 2, 1]]
+    assert np.argwhere(traffic.received).tolist() == [[0, 0, 0, 2, 1]]
+    assert traffic.layers == (0,)
+
+
+def test_large_counts_do_not_wrap():
+    """Field case 19: 5.4e9 elements to one rank."""
+    meter = TrafficMeter(1, 1)
+    packed = torch.empty(1, 1, dtype=torch.uint8).expand(1_310_720, 16384)
+    meter.record(Position(0, "dispatch"), packed, [("hidden", packed)], [1_310_720], [1_310_720])
+    assert meter.sent.sum() == 1_310_720 * 16384 > 2**32

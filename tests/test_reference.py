@@ -1,0 +1,154 @@
+"""The oracle against one token at a time, and its power to see errors."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from model_presets import PRESETS, small
+from torch import Tensor
+
+from moe.experts import ACTIVATIONS, expert_weights, latent_weights, shared_weights
+from moe.model import ModelShape
+from moe.reference import reference_layer, reference_routed, relative_error
+from moe.synthetic import topk_ids as uniform_ids
+
+
+def routing(shape: ModelShape, num_tokens: int) -> tuple[Tensor, Tensor]:
+    ids = uniform_ids(0, 0, 0, 0, num_tokens, shape.num_experts, shape.top_k)
+    generator = torch.Generator().manual_seed(3)
+    return torch.from_numpy(ids), torch.rand(num_tokens, shape.top_k, generator=generator)
+
+
+def inputs(shape: ModelShape, num_tokens: int) -> Tensor:
+    return torch.randn(num_tokens, shape.hidden_size, generator=torch.Generator().manual_seed(4))
+
+
+def one_token(
+    shape: ModelShape, x: Tensor, ids: list[int], weights: list[float]
+) -> tuple[Tensor, Tensor]:
+    """(y, u) of x [H] in double precision, as the equations are printed."""
+
+    def mlp(gate_up: Tensor, down: Tensor, row: Tensor) -> Tensor:
+        gate, up = (gate_up.double() @ row).chunk(2)
+        # Kimi K3's activation calls .float(), so it is written out here
+        if shape.activation == "situ_glu":
+            return down.double() @ (4 * (gate / 4).tanh() * gate.sigmoid() * 25 * (up / 25).tanh())
+        return down.double() @ ACTIVATIONS["swiglu"](gate, up)
+
+    x = x.double()
+    down, up = (weight.double() for weight in latent_weights(shape, 5, 6))
+    z = down @ x if shape.latent_size else x
+    u = torch.zeros_like(z)
+    for expert, weight in zip(ids, weights, strict=True):
+        if expert >= 0:
+            u = u + weight * mlp(*expert_weights(shape, 5, 6, expert), z)
+    y = up @ (u / (u.square().mean() + 1e-5).sqrt()) if shape.latent_size else u
+    if shape.num_shared_experts:
+        y = y + mlp(*shared_weights(shape, 5, 6), x)
+    return y, u
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_equals_the_equations(name: str) -> None:
+    shape = small(name)
+    x, (ids, weights) = inputs(shape, 5), routing(shape, 5)
+    ids[0], ids[1, 0] = -1, -1
+    output = reference_layer(shape, 5, 6, x, ids, weights, torch.float32)
+    for token in range(5):
+        y, u = one_token(shape, x[token], ids[token].tolist(), weights[token].tolist())
+        assert torch.allclose(output.routed[token].double(), u, atol=1e-5)
+        assert torch.allclose(output.hidden[token].double(), y, atol=1e-4)
+
+
+def test_bf16_stays_near_fp32() -> None:
+    shape = small("kimi_k3")
+    x, (ids, weights) = inputs(shape, 16), routing(shape, 16)
+    exact = reference_layer(shape, 0, 0, x, ids, weights, torch.float32)
+    rounded = reference_layer(shape, 0, 0, x, ids, weights, torch.bfloat16)
+    assert rounded.hidden.dtype == rounded.routed.dtype == torch.bfloat16
+    for name in ("hidden", "routed"):
+        error = relative_error(getattr(rounded, name), getattr(exact, name))
+        assert 1e-4 < error < 0.05, name  # bf16 rounds to 2^-9, some five times in a row
+
+
+def test_identity_experts_return_the_input() -> None:
+    """Weights that sum to 1 and experts that do nothing: applied twice, or never, they show."""
+    z = torch.randn(9, 8)
+    ids = torch.from_numpy(uniform_ids(0, 0, 0, 0, 9, 12, 4))
+    weights = torch.full((9, 4), 0.25)
+    assert torch.equal(reference_routed(z, ids, weights, lambda expert, rows: rows), z)
+    scaled = reference_routed(z, ids, weights, lambda expert, rows: rows * expert)
+    assert torch.allclose(scaled, z * ids.float().mean(1, keepdim=True), atol=1e-5)
+
+
+def test_sums_run_in_ascending_k_in_fp32() -> None:
+    """(1e8 + 1) - 1e8 in fp32 is 0, and 1 in any other order."""
+    ids, weights = torch.tensor([[2, 0, 1]]), torch.tensor([[1e8, 1.0, -1e8]])
+    one = torch.ones(1, 1)
+    assert reference_routed(one, ids, weights, lambda expert, rows: rows).item() == 0.0
+    assert reference_routed(one, ids[:, [0, 2, 1]], weights[:, [0, 2, 1]], lambda e, r: r) == 1.0
+
+
+def test_each_chosen_expert_is_made_once_and_no_other() -> None:
+    calls: list[tuple[int, int]] = []
+
+    def expert(expert_id: int, rows: Tensor) -> Tensor:
+        calls.append((expert_id, len(rows)))
+        return rows
+
+    ids = torch.tensor([[5, 2], [2, -1], [895, 5]])
+    reference_routed(torch.randn(3, 4), ids, torch.ones(3, 2), expert)
+    assert calls == [(2, 2), (5, 2), (895, 1)]
+
+
+def test_no_tokens_and_no_experts() -> None:
+    shape = small("kimi_k3")
+    empty = torch.zeros(0, shape.top_k, dtype=torch.int64)
+    output = reference_layer(shape, 0, 0, inputs(shape, 0), empty, empty.float(), torch.float32)
+    assert output.hidden.shape == (0, 32) and output.routed.shape == (0, 16)
+    nobody = torch.full((2, shape.top_k), -1)
+    x = inputs(shape, 2)
+    output = reference_layer(shape, 0, 0, x, nobody, torch.ones(2, 16), torch.float32)
+    assert not output.routed.any()
+    gate, up = F.linear(x, shared_weights(shape, 0, 0).gate_up).chunk(2, dim=1)
+    shared = F.linear(ACTIVATIONS[shape.activation](gate, up), shared_weights(shape, 0, 0).down)
+    assert torch.allclose(output.hidden, shared, atol=1e-6)
+
+
+def test_routed_shows_what_the_norm_hides() -> None:
+    """A combine that doubles everything vanishes in y behind RMSNorm, and doubles u."""
+    shape = small("kimi_k3")
+    x, (ids, weights) = inputs(shape, 8), routing(shape, 8)
+    right = reference_layer(shape, 0, 0, x, ids, weights, torch.float32)
+    doubled = reference_layer(shape, 0, 0, x, ids, 2 * weights, torch.float32)
+    assert relative_error(doubled.hidden, right.hidden) < 1e-3
+    assert relative_error(doubled.routed, right.routed) == pytest.approx(1.0)
+
+
+def test_relative_error_is_the_worst_token() -> None:
+    reference = torch.tensor([[3.0, 4.0], [0.0, 10.0]])
+    measured = torch.tensor([[3.0, 4.5], [0.1, 10.0]])
+    assert relative_error(measured, reference) == pytest.approx(0.1)
+    assert relative_error(reference, reference) == 0.0
+    assert relative_error(reference[:0], reference[:0]) == 0.0
+    with pytest.raises(ValueError, match=r"measured \(1, 2\), reference \(2, 2\)"):
+        relative_error(measured[:1], reference)
+
+
+def test_relative_error_of_a_token_without_experts() -> None:
+    reference = torch.tensor([[0.0, 0.0], [0.0, 10.0]])
+    assert relative_error(reference, reference) == 0.0
+    leaked = reference + torch.tensor([[1.0, 0.0], [0.0, 0.0]])
+    assert relative_error(leaked, reference) > 1
+    assert relative_error(leaked, torch.zeros(2, 2)) == pytest.approx(math.hypot(0, 10))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_relative_error_of_what_is_not_a_number(bad: float) -> None:
+    reference = torch.ones(2, 2)
+    measured = reference.clone()
+    measured[1, 0] = bad
+    assert relative_error(measured, reference) == math.inf

@@ -1,0 +1,35 @@
+"""The split guard, and that nothing stale is ever handed on."""
+
+import pytest
+import rank_bodies
+import torch
+
+from comm.spawn import RankFailure, run_ranks
+
+
+@pytest.mark.parametrize(
+    ("what", "numbers"),
+    [("layer", ("3", "2")), ("row bytes", ("640", "512")), ("wire format", ("4", "1"))],
+)
+def test_ranks_that_mean_different_messages_are_both_named(what, numbers):
+    """Field case 25: gloo itself would return stale memory or abort."""
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(rank_bodies.disagree, 2, what, deadline_s=60)
+    text = failure.value.guilty.error
+    assert "SplitMismatch" in text and "dispatch" in text and what in text
+    assert "rank 0" in text and "rank 1" in text
+    assert all(number in text for number in numbers)
+
+
+def test_rows_arrive_from_their_sources_and_nothing_of_the_old_memory_does():
+    rows_to = [[0, 2, 1], [3, 0, 0], [1, 1, 4]]
+    for rank, (rows_from, received, sent) in enumerate(
+        run_ranks(rank_bodies.exchange_poisoned, 3, rows_to)
+    ):
+        assert rows_from == [rows_to[source][rank] for source in range(3)]
+        expected = [source for source in range(3) for _ in range(rows_to[source][rank])]
+        assert received[:, 0].tolist() == expected
+        assert not torch.any(received == 0xAB)
+        counts = 8 * (4 + 1)  # header and one count to each rank
+        by_destination = [counts + 8 * rows for rows in rows_to[rank]]
+        assert sent.sum(axis=0).tolist() == by_destination
