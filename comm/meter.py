@@ -108,17 +108,20 @@ class TrafficMeter:
         if not self.enabled:
             return
         row_bytes = message.shape[1] * message.element_size()
-        part_bytes = [(kind, part.shape[1] * part.element_size()) for kind, part in parts]
-        assert sum(size for _, size in part_bytes) == row_bytes, (
-            f"{position}: the parts {part_bytes} do not sum to the {row_bytes} B of a row"
+        kind_bytes = [0] * len(KINDS)
+        for kind, part in parts:
+            kind_bytes[KINDS.index(kind)] += part.shape[1] * part.element_size()
+        assert sum(kind_bytes) == row_bytes, (
+            f"{position}: the parts {dict(zip(KINDS, kind_bytes, strict=True))} do not sum to the"
+            f" {row_bytes} B of a row"
         )
-        rows = np.asarray(input_splits, dtype=np.int64)
-        assert rows.sum() == len(message), f"{position}: splits {rows} against {len(message)} rows"
-        place = position.index
-        for kind, size in part_bytes:
-            self.sent[(*place, KINDS.index(kind))] += rows * size
-        self.received[place] += np.asarray(output_splits, dtype=np.int64) * row_bytes
-        if part_bytes[0][0] != "counts":
+        assert sum(input_splits) == len(message), (
+            f"{position}: splits {input_splits} against {len(message)} rows"
+        )
+        place, rows = position.index, np.array(input_splits)
+        self.sent[place] += np.multiply.outer(kind_bytes, rows)
+        self.received[place] += np.array(output_splits) * row_bytes
+        if parts[0][0] != "counts":
             self.rows[place] += rows
         self.collectives += 1
 

@@ -2,18 +2,21 @@
 
 gloo reports success and leaves stale memory behind when a receiver expects more rows than were
 sent, and aborts the process when it expects fewer. So no payload moves before both sides have
-agreed on the splits: `exchange_counts` carries a header beside the counts, and checks it.
+agreed on the splits: `announce` carries a header beside the counts, and its `wait` checks it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from comm.meter import PHASES, Position, TrafficMeter
+from comm.wire import Parts
 from comm.world import World
 
 HEADER_FIELDS = ("layer", "phase", "row bytes", "wire format")
@@ -45,46 +48,41 @@ class Transport:
             self._arena[name] = held
         return held[:wanted].view(num_rows, row_bytes)
 
-    def exchange_counts(
+    def announce(
         self,
         position: Position,
-        counts: Sequence[Tensor],
+        counts: Sequence[np.ndarray],
         num_expected: int,
         row_bytes: int,
         wire_code: int,
-    ) -> Tensor:
-        """Tell each rank how many rows it is about to get; learn the same from each.
+    ) -> PendingCounts:
+        """Tell each rank how many rows it is about to get; learn the same from each by `wait`.
 
         counts: for each destination, int64 [n_dst]; n_dst may differ between destinations
         num_expected: n of this rank
-        Returns int64 [R, num_expected] on the CPU. Raises SplitMismatch when a header differs.
+        Between the two calls there is time to get the rows ready.
         """
-        header = torch.tensor(
-            [position.layer, PHASES.index(position.phase), row_bytes, wire_code],
-            dtype=torch.int64,
+        header = np.array([position.layer, PHASES.index(position.phase), row_bytes, wire_code])
+        words = np.concatenate([part for count in counts for part in (header, count)])
+        message = torch.from_numpy(words).to(self.world.device).view(-1, 1).view(torch.uint8)
+        input_splits = [len(header) + len(count) for count in counts]
+        output_splits = [len(header) + num_expected] * self.world.world_size
+        received = torch.empty(
+            (sum(output_splits), message.shape[1]), dtype=torch.uint8, device=self.world.device
         )
-        width = len(HEADER_FIELDS)
-        message = torch.cat([part for count in counts for part in (header, count.cpu())])
-        input_splits = [width + len(count) for count in counts]
-        output_splits = [width + num_expected] * self.world.world_size
-        received = self.all_to_all(
-            position,
-            message.to(self.world.device).view(-1, 1).view(torch.uint8),
-            [("counts", torch.empty((0, 8), dtype=torch.uint8))],
-            input_splits,
-            output_splits,
+        self.meter.record(position, message, [("counts", message)], input_splits, output_splits)
+        work = dist.all_to_all_single(
+            received, message, output_splits, input_splits, self.world.metered_group, async_op=True
         )
-        table = received.cpu().view(torch.int64).view(self.world.world_size, -1)
-        self._check_headers(position, header, table[:, :width])
-        return table[:, width:].clone()  # the payload is about to overwrite the staging
+        return PendingCounts(position, self.world, header, received, work)
 
     def all_to_all(
         self,
         position: Position,
         message: Tensor,
-        parts: Sequence[tuple[str, Tensor]],
-        input_splits: Sequence[int],
-        output_splits: Sequence[int],
+        parts: Parts,
+        input_splits: list[int],
+        output_splits: list[int],
     ) -> Tensor:
         """Exchange rows: uint8 [sum(input_splits), b] -> uint8 [sum(output_splits), b], staged.
 
@@ -93,16 +91,35 @@ class Transport:
         received = self.staging("received", sum(output_splits), message.shape[1])
         self.meter.record(position, message, parts, input_splits, output_splits)
         dist.all_to_all_single(
-            received, message, list(output_splits), list(input_splits), self.world.metered_group
+            received, message, output_splits, input_splits, self.world.metered_group
         )
         return received
 
-    def _check_headers(self, position: Position, mine: Tensor, theirs: Tensor) -> None:
-        if bool((theirs == mine).all()):
-            return
-        wrong = (theirs != mine).nonzero()[0].tolist()
-        source, field = wrong
-        raise SplitMismatch(
-            f"{position}: rank {source} announces {HEADER_FIELDS[field]}"
-            f" {int(theirs[source, field])}, rank {self.world.rank} expects {int(mine[field])}"
-        )
+
+@dataclass(frozen=True)
+class PendingCounts:
+    """An announcement on its way.
+
+    header: int64 [4], HEADER_FIELDS as this rank means them
+    received: uint8 [R * (4 + num_expected), 8], valid once `work` is done
+    """
+
+    position: Position
+    world: World
+    header: np.ndarray
+    received: Tensor
+    work: dist.Work
+
+    def wait(self) -> np.ndarray:
+        """Counts from each rank: int64 [R, num_expected]. Raises SplitMismatch."""
+        self.work.wait()
+        table = self.received.cpu().view(torch.int64).view(self.world.world_size, -1).numpy()
+        theirs, counts = table[:, : len(self.header)], table[:, len(self.header) :]
+        wrong = theirs != self.header
+        if wrong.any():
+            source, field = np.argwhere(wrong)[0].tolist()
+            raise SplitMismatch(
+                f"{self.position}: rank {source} announces {HEADER_FIELDS[field]}"
+                f" {theirs[source, field]}, rank {self.world.rank} expects {self.header[field]}"
+            )
+        return counts

@@ -18,6 +18,10 @@ FP8_MAX = 448.0  # largest finite e4m3 value
 FP8_MAX_EXPONENT = 8  # 448 = 1.75 * 2^8
 
 
+Parts = list[tuple[str, Tensor]]
+"""What a row is made of: (kind, uint8 [N, bytes of that kind]), in the order of the row."""
+
+
 class WireFormat(Protocol):
     """How rows [N, W] become bytes and back.
 
@@ -35,11 +39,18 @@ class WireFormat(Protocol):
     def scale_bytes(self, width: int) -> int:
         """Bytes of the block scales of one row; 0 for formats without scales."""
 
-    def encode(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """[N, W] floats -> uint8 [N, hidden_bytes(W)] and uint8 [N, scale_bytes(W)]."""
+    def encode(self, rows: Tensor) -> Parts:
+        """[N, W] floats -> ("hidden", uint8 [N, hidden_bytes(W)]) and, where there are any,
+        ("scales", uint8 [N, scale_bytes(W)])."""
 
-    def decode(self, hidden: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """The inverse, up to rounding: [N, W] of `dtype`; a view where nothing has to change."""
+    def decode(self, packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        """The inverse, up to rounding: uint8 [N, hidden_bytes + scale_bytes], values first, to
+        [N, width] of `dtype`; a view where nothing has to change."""
+
+
+def pack(parts: Parts) -> Tensor:
+    """Parts side by side, in order: uint8 [N, sum of their bytes]."""
+    return torch.cat([part for _, part in parts], dim=1) if len(parts) > 1 else parts[0][1]
 
 
 @dataclass(frozen=True)
@@ -57,12 +68,11 @@ class CastFormat:
     def scale_bytes(self, width: int) -> int:
         return 0
 
-    def encode(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = as_bytes(rows.to(self.dtype))
-        return hidden, hidden.new_empty((len(rows), 0))
+    def encode(self, rows: Tensor) -> Parts:
+        return [("hidden", as_bytes(rows.to(self.dtype)))]
 
-    def decode(self, hidden: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        return view_as(hidden, self.dtype).to(dtype)
+    def decode(self, packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        return view_as(packed, self.dtype).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -83,15 +93,16 @@ class Fp8Block:
     def scale_bytes(self, width: int) -> int:
         return 4 * num_blocks(width, self.block_size)
 
-    def encode(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def encode(self, rows: Tensor) -> Parts:
         blocks = to_blocks(rows.float(), self.block_size)  # [N, B, block]
         largest = blocks.abs().amax(-1)
         scales = torch.where(largest > 0, largest / FP8_MAX, torch.ones_like(largest))
         hidden = quantise_fp8(blocks / scales.unsqueeze(-1), rows.shape[1])
-        return hidden, scales.view(torch.uint8)
+        return [("hidden", hidden), ("scales", as_bytes(scales))]
 
-    def decode(self, hidden: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        return apply_scales(hidden, view_as(scales, torch.float32), self.block_size, dtype)
+    def decode(self, packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        scales = view_as(packed[:, width:], torch.float32)
+        return apply_scales(packed[:, :width], scales, self.block_size, dtype)
 
 
 @dataclass(frozen=True)
@@ -113,16 +124,17 @@ class MxFp8:
     def scale_bytes(self, width: int) -> int:
         return num_blocks(width, self.block_size)
 
-    def encode(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def encode(self, rows: Tensor) -> Parts:
         blocks = to_blocks(rows.float(), self.block_size)  # [N, B, 32]
         exponent = torch.frexp(blocks.abs().amax(-1)).exponent - 1 - FP8_MAX_EXPONENT
         # An all-zero block gets the smallest scale; 2^-126 keeps the scale a normal fp32.
         biased = (exponent + 127).clamp(1, 254).to(torch.uint8)
         hidden = quantise_fp8(blocks / power_of_two(biased).unsqueeze(-1), rows.shape[1])
-        return hidden, biased
+        return [("hidden", hidden), ("scales", biased)]
 
-    def decode(self, hidden: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        return apply_scales(hidden, power_of_two(scales), self.block_size, dtype)
+    def decode(self, packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        scales = power_of_two(packed[:, width:])
+        return apply_scales(packed[:, :width], scales, self.block_size, dtype)
 
 
 def as_bytes(rows: Tensor) -> Tensor:

@@ -65,6 +65,7 @@ def join(
     Raises ValueError where the device and the backend do not go together.
     """
     backend = resolve_backend(device, backend)
+    tune_process(local_world_size)  # first: the threads of the group inherit it
     timeout = min(timedelta(seconds=timeout_s), MAX_TIMEOUT)
     place = torch.device(device, local_rank) if device == "cuda" else torch.device(device)
     if device == "cuda":
@@ -73,7 +74,6 @@ def join(
         backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout
     )
     metered = dist.new_group(backend=backend, timeout=timeout)
-    tune_process(local_world_size)
     return World(rank, world_size, local_rank, local_world_size, place, backend, metered)
 
 
@@ -99,9 +99,8 @@ def tune_process(local_world_size: int) -> None:
     """Settings that a crowded host needs; each is skipped where the system lacks it.
 
     With more ranks than cores, batch scheduling stops ranks from preempting one another on every
-    wake-up, which makes a small collective several times faster. A large malloc threshold keeps
-    freed tensors in the process: glibc otherwise returns everything above 32 MiB to the kernel and
-    faults it in again on each call.
+    wake-up, which makes a small collective several times faster. Freed tensors are kept in the
+    process: glibc otherwise returns every large one to the kernel and faults it in again each time.
     """
     if hasattr(os, "sched_setscheduler") and local_world_size > (os.cpu_count() or 1):
         with contextlib.suppress(OSError):  # forbidden in some containers; only slower
@@ -110,10 +109,10 @@ def tune_process(local_world_size: int) -> None:
 
 
 def keep_freed_memory() -> None:
-    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of <malloc.h>
+    trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD, M_MMAP_MAX of glibc's <malloc.h>
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     if mallopt is not None:
-        mallopt(mmap_threshold, 1 << 30)
+        mallopt(mmap_max, 0)  # a threshold will not do: glibc allows none above 32 MiB
         mallopt(trim_threshold, (1 << 31) - 1)
 
 

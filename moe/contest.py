@@ -4,7 +4,8 @@ A *contender* is a thunk that moves one batch of tokens out and back. Raw conten
 the rows' payload with one `all_to_all_single` each way: of all K copies, and of the deduplicated
 rows. Dispatchers do the same work for real, with experts that return what they get.
 
-Contenders take turns within each iteration, so that a drift of the machine's speed hits all alike.
+Contenders take turns within each iteration, in a new order each time, so that a drift of the
+machine's speed hits all alike.
 """
 
 from __future__ import annotations
@@ -158,11 +159,12 @@ def compete(
     """Seconds of the slowest rank: float64 [contender, iteration], on every rank; a collective."""
     seconds = np.zeros((len(field), iterations))
     for iteration in range(-warmup, iterations):
-        for index in range(len(field)):
-            turn = (index + iteration) % len(field)  # nobody always follows the same neighbour
+        # A new order each time, equal on all ranks: what ran before leaves its mark on the caches.
+        for turn in np.random.default_rng(iteration + warmup).permutation(len(field)):
             dist.barrier()
             started = time.perf_counter()
-            field[turn].run()
+            with torch.inference_mode():
+                field[turn].run()
             if world.device.type == "cuda":
                 torch.cuda.synchronize()
             if iteration >= 0:

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 
+import numpy as np
 import torch
 
 from comm.dispatch import build_dispatcher
@@ -50,14 +51,14 @@ def disagree(world, what):
     transport = Transport(world, TrafficMeter(4, world.world_size))
     mine = world.rank == 1
     position = Position(3 if mine and what == "layer" else 2, "dispatch")
-    counts = [torch.ones(1, dtype=torch.int64) for _ in range(world.world_size)]
-    transport.exchange_counts(
+    counts = np.ones((world.world_size, 1), dtype=np.int64)
+    transport.announce(
         position,
         counts,
         num_expected=1,
         row_bytes=640 if mine and what == "row bytes" else 512,
         wire_code=4 if mine and what == "wire format" else 1,
-    )
+    ).wait()
 
 
 def exchange_poisoned(world, rows_to):
@@ -65,9 +66,9 @@ def exchange_poisoned(world, rows_to):
     transport = Transport(world, TrafficMeter(1, world.world_size))
     transport.staging("received", 4096, 8).fill_(0xAB)
     out = rows_to[world.rank]
-    counts = [torch.tensor([rows]) for rows in out]
+    counts = np.array(out)[:, None]
     position = Position(0, "dispatch")
-    rows_from = transport.exchange_counts(position, counts, 1, 8, 0).flatten().tolist()
+    rows_from = transport.announce(position, counts, 1, 8, 0).wait().flatten().tolist()
     transport.staging("received", 4096, 8).fill_(0xAB)
     message = torch.full((sum(out), 8), world.rank, dtype=torch.uint8)
     received = transport.all_to_all(position, message, [("hidden", message)], out, rows_from)

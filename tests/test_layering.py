@@ -20,7 +20,7 @@ PURE = {
 RULES: dict[str, tuple[str, ...]] = PURE | {
     "comm.meter": ("torch",),
     "comm.world": ("torch", "comm.topology"),
-    "comm.transport": ("torch", "comm.meter", "comm.world"),
+    "comm.transport": ("torch", "comm.meter", "comm.wire", "comm.world"),
     "comm.spawn": ("torch", "comm.world"),
     "comm.dispatch": ("torch", "comm.dispatch", "comm.meter", "comm.transport", *PURE),
     "comm.analytic": ("comm.analytic", "comm.topology"),

@@ -1,5 +1,6 @@
 """Orders of rows, each against a slow loop, equality exact."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +18,12 @@ def random_slots(num_tokens, top_k, num_slots, seed=0, absent=0.2):
         if num_tokens
         else torch.empty(0, top_k, dtype=torch.int64)
     )
-    return torch.where(torch.rand(slots.shape, generator=generator) < absent, -1, slots)
+    return torch.where(torch.rand(slots.shape, generator=generator) < absent, num_slots, slots)
+
+
+def starts(lengths):
+    """Where runs of these lengths begin when they lie end to end."""
+    return [sum(lengths[:index]) for index in range(len(lengths))]
 
 
 @given(st.lists(st.integers(0, 9)), st.booleans())
@@ -38,40 +44,51 @@ def test_order_by_slot(seed):
     slots = random_slots(13, 4, 9, seed)
     choice, rows_per_slot = permute.order_by_slot(slots, 9)
     flat = slots.flatten().tolist()
-    expected = sorted((slot, index) for index, slot in enumerate(flat) if slot >= 0)
+    expected = sorted((slot, index) for index, slot in enumerate(flat) if slot < 9)
     assert choice.tolist() == [index for _, index in expected]
     assert rows_per_slot.tolist() == [flat.count(slot) for slot in range(9)]
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_ranks_hit_and_the_way_back(seed):
-    slot_rank = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 4])  # rank 3 owns nothing
+    slot_rank = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 4, 5])  # rank 3 owns nothing, 5 is nobody
     slots = random_slots(13, 4, 9, seed)
     hit = permute.ranks_hit(slots, slot_rank, 5)
-    sets = [{int(slot_rank[slot]) for slot in row if slot >= 0} for row in slots.tolist()]
+    sets = [{int(slot_rank[slot]) for slot in row if slot < 9} for row in slots.tolist()]
     assert hit.tolist() == [[rank in ranks for ranks in sets] for rank in range(5)]
 
     sent = [(rank, token) for rank in range(5) for token in range(13) if rank in sets[token]]
-    row, rows_per_token = permute.rows_in_token_order(hit)
+    row, first_row = permute.rows_in_token_order(hit)
     back = sorted(range(len(sent)), key=lambda index: (sent[index][1], sent[index][0]))
     assert row.tolist() == back
-    assert rows_per_token.tolist() == [len(ranks) for ranks in sets]
+    assert first_row.tolist() == starts([len(ranks) for ranks in sets])
+
+
+@pytest.mark.parametrize("absent", [0.0, 0.3, 1.0])
+def test_rows_in_choice_order(absent):
+    slots = random_slots(13, 4, 9, seed=2, absent=absent)
+    choice, _ = permute.order_by_slot(slots, 9)
+    row, first_row, valid = permute.rows_in_choice_order(choice, 13, 4)
+    flat = choice.tolist()
+    assert row.tolist() == sorted(range(len(flat)), key=lambda index: flat[index])
+    assert first_row.tolist() == starts([sum(slot < 9 for slot in r) for r in slots.tolist()])
+    assert torch.arange(13 * 4)[valid].tolist() == sorted(flat)
 
 
 @pytest.mark.parametrize(("first_slot", "num_local"), [(0, 3), (3, 2), (9, 0)])
 def test_local_choices(first_slot, num_local):
     slots = random_slots(11, 4, 9, seed=3)
-    choice, local, per_row = permute.local_choices(slots, first_slot, num_local)
+    choice, local, first = permute.local_choices(slots, first_slot, num_local)
     flat = slots.flatten().tolist()
     mine = range(first_slot, first_slot + num_local)
     expected = [index for index, slot in enumerate(flat) if slot in mine]
     assert choice.tolist() == expected
     assert local.tolist() == [flat[index] - first_slot for index in expected]
-    assert per_row.tolist() == [sum(slot in mine for slot in row) for row in slots.tolist()]
+    assert first.tolist() == starts([sum(slot in mine for slot in row) for row in slots.tolist()])
 
 
 def test_regroup_by_expert_is_the_picture():
-    rows_from = torch.tensor([[2, 1], [1, 2]])  # src 0: e0 e0 e1, src 1: e0 e1 e1
+    rows_from = np.array([[2, 1], [1, 2]])  # src 0: e0 e0 e1, src 1: e0 e1 e1
     assert permute.regroup_by_expert(rows_from).tolist() == [0, 1, 3, 2, 4, 5]
 
 
@@ -85,11 +102,11 @@ def test_regroup_by_expert(rows_from):
         for _ in range(count)
     ]
     wanted = sorted(range(len(received)), key=lambda index: received[index])
-    assert permute.regroup_by_expert(torch.tensor(rows_from)).tolist() == wanted
+    assert permute.regroup_by_expert(np.array(rows_from)).tolist() == wanted
 
 
 def test_regroup_without_local_experts():
-    assert permute.regroup_by_expert(torch.zeros((3, 0), dtype=torch.int64)).tolist() == []
+    assert permute.regroup_by_expert(np.zeros((3, 0), dtype=np.int64)).tolist() == []
 
 
 def slow_weighted_sum(rows, index, rows_per_bag, weights):
@@ -116,7 +133,8 @@ def test_weighted_sum(dtype, weighted):
     index = torch.randint(20, (20,), generator=generator)
     weights = 2.0 ** torch.randint(-3, 3, (20,), generator=generator)
     expected = slow_weighted_sum(rows, index, rows_per_bag, weights if weighted else torch.ones(20))
-    result = permute.weighted_sum(rows, index, rows_per_bag, weights if weighted else None)
+    first_row = permute.run_starts(rows_per_bag)
+    result = permute.weighted_sum(rows, index, first_row, weights if weighted else None)
     assert result.dtype == dtype
     if dtype == torch.float32:
         assert torch.equal(result, expected)
@@ -130,7 +148,7 @@ def test_weights_are_not_rounded_to_the_type_of_the_rows(dtype):
     weights = torch.rand(64, generator=torch.Generator().manual_seed(0)) + 0.5
     rows = torch.ones(1, 8, dtype=dtype)
     index = torch.zeros(64, dtype=torch.int64)
-    summed = permute.weighted_sum(rows, index, torch.tensor([64]), weights)
+    summed = permute.weighted_sum(rows, index, torch.tensor([0]), weights)
     assert torch.equal(summed[0], weights.sum().to(dtype).expand(8))
 
 

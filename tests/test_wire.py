@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from comm.wire import WIRE_FORMATS
+from comm.wire import WIRE_FORMATS, pack
 
 WIDTHS = (1, 31, 32, 33, 127, 128, 129, 256, 3584)
 ALL = sorted(WIRE_FORMATS)
@@ -17,11 +17,17 @@ def rows(num_rows, width, dtype=torch.float32):
     return torch.randn(num_rows, width, generator=generator).to(dtype)
 
 
+def encoded(wire, sent):
+    """Values and scales, no bytes wide where the format has no scales."""
+    parts = dict(wire.encode(sent))
+    return parts["hidden"], parts.get("scales", parts["hidden"][:, :0])
+
+
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_bytes_of_a_row_are_what_encode_makes(name, width):
     wire = WIRE_FORMATS[name]
-    hidden, scales = wire.encode(rows(3, width))
+    hidden, scales = encoded(wire, rows(3, width))
     assert hidden.dtype == scales.dtype == torch.uint8
     assert hidden.shape == (3, wire.hidden_bytes(width))
     assert scales.shape == (3, wire.scale_bytes(width))
@@ -50,7 +56,7 @@ def test_published_row_sizes(name, width, hidden, scales):
 def test_a_round_trip_stays_within_the_stated_error(name, width, dtype):
     wire = WIRE_FORMATS[name]
     sent = rows(64, width, dtype)
-    received = wire.decode(*wire.encode(sent), dtype)
+    received = wire.decode(pack(wire.encode(sent)), width, dtype)
     assert received.dtype == dtype and received.shape == sent.shape
     error = (received.double() - sent.double()).norm() / sent.double().norm()
     assert error <= wire.row_error + torch.finfo(dtype).eps
@@ -60,7 +66,7 @@ def test_a_round_trip_stays_within_the_stated_error(name, width, dtype):
 def test_a_type_carried_in_its_own_format_is_untouched(name):
     wire = WIRE_FORMATS[name]
     sent = rows(5, 33, wire.dtype)
-    assert torch.equal(wire.decode(*wire.encode(sent), wire.dtype), sent)
+    assert torch.equal(wire.decode(pack(wire.encode(sent)), 33, wire.dtype), sent)
 
 
 def slow_mxfp8(row):
@@ -85,14 +91,15 @@ def nearest_e4m3(value):
 @pytest.mark.parametrize("width", [32, 33, 100])
 def test_mxfp8_follows_the_ocp_rule_value_by_value(width):
     sent = rows(20, width) * torch.logspace(-12, 12, 20).unsqueeze(1)
-    received = WIRE_FORMATS["mxfp8"].decode(*WIRE_FORMATS["mxfp8"].encode(sent), torch.float32)
+    wire = WIRE_FORMATS["mxfp8"]
+    received = wire.decode(pack(wire.encode(sent)), width, torch.float32)
     expected = np.array([slow_mxfp8(row) for row in sent.tolist()])
     np.testing.assert_array_equal(received.numpy(), expected.astype(np.float32))
 
 
 def test_fp8_maps_the_largest_value_of_each_block_to_448():
     sent = rows(4, 300) * torch.tensor([[1e-6], [1.0], [1e3], [1e6]])
-    hidden, scales = WIRE_FORMATS["fp8_block128"].encode(sent)
+    hidden, scales = encoded(WIRE_FORMATS["fp8_block128"], sent)
     values = hidden.view(torch.float8_e4m3fn).float().abs()
     for start in (0, 128, 256):
         assert (values[:, start : start + 128].amax(1) == 448).all()
@@ -104,9 +111,9 @@ def test_fp8_maps_the_largest_value_of_each_block_to_448():
 def test_zeros_stay_zeros_and_no_rows_are_no_bytes(name):
     wire = WIRE_FORMATS[name]
     zeros = torch.zeros(2, 130)
-    assert torch.equal(wire.decode(*wire.encode(zeros), torch.float32), zeros)
-    hidden, scales = wire.encode(torch.empty(0, 130))
-    assert wire.decode(hidden, scales, torch.float32).shape == (0, 130)
+    assert torch.equal(wire.decode(pack(wire.encode(zeros)), 130, torch.float32), zeros)
+    nothing = pack(wire.encode(torch.empty(0, 130)))
+    assert wire.decode(nothing, 130, torch.float32).shape == (0, 130)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -115,15 +122,12 @@ def test_zeros_stay_zeros_and_no_rows_are_no_bytes(name):
 def test_decoding_a_slice_of_a_packed_message(name, offset, num_rows):
     """A row's values may start anywhere in a message, also where no aligned view exists."""
     wire = WIRE_FORMATS[name]
-    hidden, scales = wire.encode(rows(num_rows, 65))
-    row_bytes = offset + hidden.shape[1] + scales.shape[1]
-    packed = torch.full((num_rows, row_bytes), 255, dtype=torch.uint8)
-    values = packed[:, offset : offset + hidden.shape[1]]
-    blocks = packed[:, offset + hidden.shape[1] :]
-    values.copy_(hidden)
-    blocks.copy_(scales)
-    whole = wire.decode(hidden, scales, torch.float32)
-    assert torch.equal(wire.decode(values, blocks, torch.float32), whole)
+    row = pack(wire.encode(rows(num_rows, 65)))
+    message = torch.full((num_rows, offset + row.shape[1] + 3), 255, dtype=torch.uint8)
+    inside = message[:, offset : offset + row.shape[1]]
+    inside.copy_(row)
+    whole = wire.decode(row, 65, torch.float32)
+    assert torch.equal(wire.decode(inside, 65, torch.float32), whole)
 
 
 def test_codes_are_distinct():

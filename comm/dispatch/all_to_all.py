@@ -8,12 +8,15 @@ token order <--weighted sum-- rank-major <--all-to-all-- by source <--regroup-- 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from comm import permute
 from comm.dispatch.base import Dispatcher, DispatchResult
+from comm.wire import pack
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,6 @@ class AllToAllHandle:
     from_received: int64 [M] received row of each expert-major row
     sent_splits, received_splits: rows to and from each rank
     topk_weights: fp32 [T, K]
-    valid: bool [T, K], choices that name an expert
     """
 
     choice: Tensor
@@ -30,7 +32,6 @@ class AllToAllHandle:
     sent_splits: list[int]
     received_splits: list[int]
     topk_weights: Tensor
-    valid: Tensor
 
 
 class AllToAll(Dispatcher[AllToAllHandle]):
@@ -42,57 +43,43 @@ class AllToAll(Dispatcher[AllToAllHandle]):
         self, hidden: Tensor, slots: Tensor, topk_weights: Tensor
     ) -> DispatchResult[AllToAllHandle]:
         setup, transport = self.setup, self.setup.transport
-        choice, rows_per_slot = permute.order_by_slot(slots, setup.placement.num_slots)
-        values, scales = setup.wire_dispatch.encode(hidden)
-        row_bytes = values.shape[1] + scales.shape[1]
         position = self._position("dispatch")
+        choice, rows_per_slot = permute.order_by_slot(slots, setup.placement.num_slots)
+        parts = setup.wire_dispatch.encode(hidden)
+        tokens = pack(parts)
 
-        per_rank = rows_per_slot.cpu().split(setup.placement.slots_per_rank.tolist())
-        rows_from = transport.exchange_counts(  # [R, local slots]
-            position, per_rank, setup.num_local_slots, row_bytes, setup.wire_dispatch.code
+        first = setup.placement.first_slot
+        counts = rows_per_slot.cpu().numpy()
+        rows_to = [counts[start:end] for start, end in pairwise(first.tolist())]
+        announced = transport.announce(
+            position, rows_to, setup.num_local_slots, tokens.shape[1], setup.wire_dispatch.code
         )
-        sent_splits = [int(counts.sum()) for counts in per_rank]
-        received_splits = rows_from.sum(1).tolist()
-
-        tokens = torch.cat([values, scales], dim=1) if scales.shape[1] else values
-        message = transport.staging("sent", len(choice), row_bytes)
+        message = transport.staging("sent", len(choice), tokens.shape[1])
         torch.index_select(tokens, 0, choice // setup.top_k, out=message)
-        received = transport.all_to_all(
-            position,
-            message,
-            [("hidden", values), ("scales", scales)],
-            sent_splits,
-            received_splits,
-        )
-        from_received = permute.regroup_by_expert(rows_from.to(received.device))
+
+        rows_from = announced.wait()  # [R, local slots]
+        sent_splits = np.diff(np.append(0, counts.cumsum())[first]).tolist()
+        received_splits = rows_from.sum(1).tolist()
+        received = transport.all_to_all(position, message, parts, sent_splits, received_splits)
+        from_received = permute.regroup_by_expert(rows_from).to(received.device)
         rows = received.index_select(0, from_received)
-        expert_input = setup.wire_dispatch.decode(
-            rows[:, : values.shape[1]], rows[:, values.shape[1] :], setup.dtype
+        return DispatchResult(
+            setup.wire_dispatch.decode(rows, setup.width, setup.dtype),
+            torch.from_numpy(rows_from.sum(0)),
+            AllToAllHandle(choice, from_received, sent_splits, received_splits, topk_weights),
         )
-        handle = AllToAllHandle(
-            choice, from_received, sent_splits, received_splits, topk_weights, slots >= 0
-        )
-        return DispatchResult(expert_input, rows_from.sum(0), handle)
 
     def _combine(self, expert_output: Tensor, handle: AllToAllHandle) -> Tensor:
         setup, transport = self.setup, self.setup.transport
-        values, scales = setup.wire_combine.encode(expert_output)
-        rows = torch.cat([values, scales], dim=1) if scales.shape[1] else values
+        parts = setup.wire_combine.encode(expert_output)
+        rows = pack(parts)
         message = transport.staging("sent", *rows.shape)
         torch.index_select(rows, 0, permute.inverse(handle.from_received), out=message)
         returned = transport.all_to_all(
-            self._position("combine"),
-            message,
-            [("hidden", values), ("scales", scales)],
-            handle.received_splits,
-            handle.sent_splits,
+            self._position("combine"), message, parts, handle.received_splits, handle.sent_splits
         )
-        outputs = setup.wire_combine.decode(
-            returned[:, : values.shape[1]], returned[:, values.shape[1] :], setup.dtype
+        outputs = setup.wire_combine.decode(returned, setup.width, setup.dtype)
+        row, first_row, valid = permute.rows_in_choice_order(
+            handle.choice, len(handle.topk_weights), setup.top_k
         )
-        valid = handle.valid.flatten()
-        row_of_choice = torch.zeros_like(handle.topk_weights, dtype=torch.int64).flatten()
-        row_of_choice[handle.choice] = torch.arange(len(handle.choice), device=valid.device)
-        return permute.weighted_sum(
-            outputs, row_of_choice[valid], handle.valid.sum(1), handle.topk_weights.flatten()[valid]
-        )
+        return permute.weighted_sum(outputs, row, first_row, handle.topk_weights.flatten()[valid])

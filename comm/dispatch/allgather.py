@@ -17,5 +17,5 @@ class AllGather(ByRank):
     carries = "hidden, scales, K ids and K weights, a row for each token and rank; one count"
 
     def _destinations(self, slots: Tensor) -> Tensor:
-        active = (slots >= 0).any(1)
+        active = (slots < self.setup.placement.num_slots).any(1)
         return active.expand(self.setup.world_size, -1).contiguous()

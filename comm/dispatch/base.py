@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -111,7 +112,7 @@ class Dispatcher(ABC, Generic[Handle]):
     def _dispatch(
         self, hidden: Tensor, slots: Tensor, topk_weights: Tensor
     ) -> DispatchResult[Handle]:
-        """As `dispatch`, with physical slots [T, K] instead of logical ids."""
+        """As `dispatch`, with physical slots [T, K] instead of logical ids; slot S is none."""
 
     @abstractmethod
     def _combine(self, expert_output: Tensor, handle: Handle) -> Tensor: ...
@@ -126,15 +127,15 @@ class Dispatcher(ABC, Generic[Handle]):
 
     @cached_property
     def _logical_to_physical(self) -> Tensor:
-        # One entry more than experts: index -1 (no expert) reads the last one, -1 again.
-        slots = torch.from_numpy(self.setup.placement.logical_to_physical)
-        padded = torch.cat([slots, torch.tensor([-1])])
-        return padded.to(self.setup.transport.world.device)
+        # One entry more than experts: index -1 (no expert) reads the last one, slot S.
+        placement = self.setup.placement
+        slots = np.append(placement.logical_to_physical, placement.num_slots)
+        return torch.from_numpy(slots).to(self.setup.transport.world.device)
 
     @cached_property
     def _slot_rank(self) -> Tensor:
-        ranks = torch.from_numpy(self.setup.placement.slot_rank)
-        return ranks.to(self.setup.transport.world.device)
+        ranks = np.append(self.setup.placement.slot_rank, self.setup.world_size)
+        return torch.from_numpy(ranks).to(self.setup.transport.world.device)
 
     def _slots(self, topk_ids: Tensor) -> Tensor:
         return self._logical_to_physical[topk_ids]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from comm import permute
 from comm.dispatch.base import Dispatcher, DispatchResult
-from comm.wire import as_bytes, view_as
+from comm.wire import Parts, as_bytes, pack, view_as
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ByRankHandle:
     sent_splits, received_splits: rows to and from each rank
     expert_row: int64 [M] expert-major row of each local choice, choices in (received row, k) order
     weights: fp32 [M] router weight of each local choice, same order
-    choices_per_row: int64 [received rows]
+    first_choice: int64 [received rows], where each row's begin in these
     """
 
     destinations: Tensor
@@ -37,7 +37,7 @@ class ByRankHandle:
     received_splits: list[int]
     expert_row: Tensor
     weights: Tensor
-    choices_per_row: Tensor
+    first_choice: Tensor
 
 
 class ByRank(Dispatcher[ByRankHandle]):
@@ -53,51 +53,47 @@ class ByRank(Dispatcher[ByRankHandle]):
         setup, transport = self.setup, self.setup.transport
         destinations = self._destinations(slots)
         parts = self._parts(hidden, slots, topk_weights)
-        tokens = torch.cat([part for _, part in parts], dim=1)
+        tokens = pack(parts)
         position = self._position("dispatch")
 
-        rows_to = destinations.sum(1).cpu()
-        rows_from = transport.exchange_counts(
-            position, rows_to.split(1), 1, tokens.shape[1], setup.wire_dispatch.code
+        rows_to = destinations.sum(1).cpu().numpy()
+        announced = transport.announce(
+            position, rows_to[:, None], 1, tokens.shape[1], setup.wire_dispatch.code
         )
-        sent_splits, received_splits = rows_to.tolist(), rows_from.flatten().tolist()
-
         token = destinations.nonzero()[:, 1]
         message = transport.staging("sent", len(token), tokens.shape[1])
         torch.index_select(tokens, 0, token, out=message)
-        received = transport.all_to_all(position, message, parts, sent_splits, received_splits)
-        return self._expand(received, parts, destinations, sent_splits, received_splits)
 
-    def _parts(
-        self, hidden: Tensor, slots: Tensor, topk_weights: Tensor
-    ) -> list[tuple[str, Tensor]]:
+        sent_splits, received_splits = rows_to.tolist(), announced.wait().flatten().tolist()
+        received = transport.all_to_all(position, message, parts, sent_splits, received_splits)
+        return self._expand(received, destinations, sent_splits, received_splits)
+
+    def _parts(self, hidden: Tensor, slots: Tensor, topk_weights: Tensor) -> Parts:
         """What a row is packed of, in order. Ids and weights come first: 8 K bytes keep aligned
         whatever follows, so that the receiver can view and need not copy."""
-        values, scales = self.setup.wire_dispatch.encode(hidden)
         return [
             ("ids", as_bytes(slots.to(torch.int32))),
             ("weights", as_bytes(topk_weights.float())),
-            ("hidden", values),
-            ("scales", scales),
+            *self.setup.wire_dispatch.encode(hidden),
         ]
 
     def _expand(
         self,
         received: Tensor,
-        parts: list[tuple[str, Tensor]],
         destinations: Tensor,
         sent_splits: list[int],
         received_splits: list[int],
     ) -> DispatchResult[ByRankHandle]:
         setup = self.setup
-        ids, weights, values, scales = received.split([part.shape[1] for _, part in parts], dim=1)
+        id_bytes = weight_bytes = 4 * setup.top_k
+        ids, weights, payload = received.tensor_split([id_bytes, id_bytes + weight_bytes], dim=1)
         slots = view_as(ids, torch.int32).long()
         first_slot = int(setup.placement.first_slot[setup.rank])
-        choice, local, choices_per_row = permute.local_choices(
+        choice, local, first_choice = permute.local_choices(
             slots, first_slot, setup.num_local_slots
         )
         order = permute.stable_order(local, max(setup.num_local_slots, 1))
-        rows = setup.wire_dispatch.decode(values, scales, setup.dtype)
+        rows = setup.wire_dispatch.decode(payload, setup.width, setup.dtype)
         expert_input = rows.index_select(0, choice[order] // setup.top_k)
         handle = ByRankHandle(
             destinations,
@@ -105,7 +101,7 @@ class ByRank(Dispatcher[ByRankHandle]):
             received_splits,
             permute.inverse(order),
             view_as(weights, torch.float32).flatten()[choice],
-            choices_per_row,
+            first_choice,
         )
         tokens_per_expert = torch.bincount(local, minlength=setup.num_local_slots).cpu()
         return DispatchResult(expert_input, tokens_per_expert, handle)
@@ -113,19 +109,15 @@ class ByRank(Dispatcher[ByRankHandle]):
     def _combine(self, expert_output: Tensor, handle: ByRankHandle) -> Tensor:
         setup, transport = self.setup, self.setup.transport
         reduced = permute.weighted_sum(
-            expert_output, handle.expert_row, handle.choices_per_row, handle.weights
+            expert_output, handle.expert_row, handle.first_choice, handle.weights
         )
-        values, scales = setup.wire_combine.encode(reduced)
-        message = torch.cat([values, scales], dim=1) if scales.shape[1] else values
+        parts = setup.wire_combine.encode(reduced)
         returned = transport.all_to_all(
             self._position("combine"),
-            message,
-            [("hidden", values), ("scales", scales)],
+            pack(parts),
+            parts,
             handle.received_splits,
             handle.sent_splits,
         )
-        partial = setup.wire_combine.decode(
-            returned[:, : values.shape[1]], returned[:, values.shape[1] :], setup.dtype
-        )
-        row, rows_per_token = permute.rows_in_token_order(handle.destinations)
-        return permute.weighted_sum(partial, row, rows_per_token)
+        partial = setup.wire_combine.decode(returned, setup.width, setup.dtype)
+        return permute.weighted_sum(partial, *permute.rows_in_token_order(handle.destinations))

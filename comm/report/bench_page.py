@@ -14,7 +14,7 @@ from comm.report.ratios import CONFIDENCE, paired_ratio
 from comm.report.units import format_bytes, format_seconds
 
 SCHEMA = "wideep.bench/1"
-METERING_MIN_BYTES = 8 << 20  # below this a paired median does not resolve a percent
+METERING_MIN_BYTES = 8 << 20  # payload a rank and way; below, no paired median resolves a percent
 
 
 def case_record(
@@ -78,7 +78,7 @@ def _metering(
     large = [
         index
         for index, case in enumerate(cases)
-        if case["methods"][0]["sent_bytes"] / world_size >= METERING_MIN_BYTES
+        if case["methods"][0]["sent_bytes"] / (2 * world_size) >= METERING_MIN_BYTES
     ]
     if not large:
         return None
