@@ -33,12 +33,15 @@ def stable_order(keys: Tensor, num_keys: int) -> Tensor:
 
 def inverse(order: Tensor) -> Tensor:
     """Where each element went: inverse[order[i]] = i, int64 [N]."""
-    positions = torch.empty_like(order)
-    if order.device.type == "cpu":  # same memory, a third of the time
-        positions.numpy()[order.numpy()] = np.arange(len(order))
-    else:
-        positions[order] = torch.arange(len(order), device=order.device)
-    return positions
+    numbers = torch.arange(len(order), device=order.device)
+    return torch.empty_like(order).scatter_(0, order, numbers)
+
+
+def token_of(choice: Tensor, top_k: int) -> Tensor:
+    """The token of each flat (token, k) index: int64 [N]."""
+    if choice.device.type == "cpu":  # numpy divides a whole register at a time, torch does not
+        return torch.from_numpy(choice.numpy() // top_k)
+    return choice // top_k
 
 
 def run_starts(lengths: Tensor) -> Tensor:
@@ -64,7 +67,8 @@ def ranks_hit(slots: Tensor, slot_rank: Tensor, world_size: int) -> Tensor:
     slot_rank: int64 [S + 1], the rank of each slot, R for slot S
     """
     hit = torch.zeros((slots.shape[0], world_size + 1), dtype=torch.bool, device=slots.device)
-    return hit.scatter_(1, slot_rank[slots], True)[:, :world_size].t().contiguous()
+    rank = slot_rank.index_select(0, slots.flatten()).view(slots.shape)
+    return hit.scatter_(1, rank, True)[:, :world_size].t().contiguous()
 
 
 def rows_in_choice_order(
@@ -106,7 +110,7 @@ def local_choices(slots: Tensor, first_slot: int, num_local: int) -> tuple[Tenso
     local = slots - first_slot
     mine = (local >= 0) & (local < num_local)
     choice = mine.flatten().nonzero().squeeze(1)
-    return choice, local.flatten()[choice], run_starts(mine.sum(1))
+    return choice, local.flatten().index_select(0, choice), run_starts(mine.sum(1))
 
 
 def regroup_by_expert(rows_from: np.ndarray) -> Tensor:

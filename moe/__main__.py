@@ -16,10 +16,10 @@ from pathlib import Path
 from types import FrameType
 
 from moe.cli import help_text, read_words
-from moe.settings import Config, ConfigError
+from moe.settings import Config, ConfigError, UnfitError
 from moe.version import VERSION
 
-USAGE_ERROR, RANK_FAILED, INTERRUPTED, TERMINATED = 2, 6, 130, 143
+USAGE_ERROR, RANK_FAILED, UNFIT, INTERRUPTED, TERMINATED = 2, 6, 7, 130, 143
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -29,10 +29,10 @@ def main(words: Sequence[str] | None = None) -> int:
     speaks = not launched or os.environ.get("LOCAL_RANK", "0") == "0"  # once for each host
     try:
         status = _run(sys.argv[1:] if words is None else words, launched, first)
-    except ConfigError as error:
+    except (ConfigError, UnfitError) as error:
         if speaks:
             print(f"wideep: {error}", file=sys.stderr)
-        status = USAGE_ERROR
+        status = USAGE_ERROR if isinstance(error, ConfigError) else UNFIT
     except KeyboardInterrupt:
         status = INTERRUPTED
     except Exception:
@@ -51,9 +51,12 @@ def _run(words: Sequence[str], launched: bool, first: bool) -> int:
             print(help_text() if request.flag == "help" else f"wideep {VERSION}")
         return 0
     from moe.config import compose
+    from moe.memory import check_memory
 
     world_size = int(os.environ["WORLD_SIZE"]) if launched else None
     config = compose(request.overrides, world_size)
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", config.world_size))
+    check_memory(config, local_ranks)
     if request.flag == "check":
         return 0
     job = import_module(f"moe.jobs.{config.job}")

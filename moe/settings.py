@@ -34,6 +34,10 @@ class ConfigError(ValueError):
         super().__init__(" ".join(message.split()))
 
 
+class UnfitError(RuntimeError):
+    """This machine cannot run what was asked; the message is one line."""
+
+
 def key(
     default: Any,
     text: str,

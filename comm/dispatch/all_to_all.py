@@ -55,7 +55,7 @@ class AllToAll(Dispatcher[AllToAllHandle]):
             position, rows_to, setup.num_local_slots, tokens.shape[1], setup.wire_dispatch.code
         )
         message = transport.staging("sent", len(choice), tokens.shape[1])
-        torch.index_select(tokens, 0, choice // setup.top_k, out=message)
+        torch.index_select(tokens, 0, permute.token_of(choice, setup.top_k), out=message)
 
         rows_from = announced.wait()  # [R, local slots]
         sent_splits = np.diff(np.append(0, counts.cumsum())[first]).tolist()

@@ -127,9 +127,9 @@ class Dispatcher(ABC, Generic[Handle]):
 
     @cached_property
     def _logical_to_physical(self) -> Tensor:
-        # One entry more than experts: index -1 (no expert) reads the last one, slot S.
+        # Entry 0 is for -1 (no expert), which has slot S; entry e + 1 for expert e.
         placement = self.setup.placement
-        slots = np.append(placement.logical_to_physical, placement.num_slots)
+        slots = np.append(placement.num_slots, placement.logical_to_physical)
         return torch.from_numpy(slots).to(self.setup.transport.world.device)
 
     @cached_property
@@ -138,7 +138,8 @@ class Dispatcher(ABC, Generic[Handle]):
         return torch.from_numpy(ranks).to(self.setup.transport.world.device)
 
     def _slots(self, topk_ids: Tensor) -> Tensor:
-        return self._logical_to_physical[topk_ids]
+        slots = self._logical_to_physical.index_select(0, (topk_ids + 1).flatten())
+        return slots.view(topk_ids.shape)
 
     def _check(self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
         setup = self.setup

@@ -94,13 +94,14 @@ class ByRank(Dispatcher[ByRankHandle]):
         )
         order = permute.stable_order(local, max(setup.num_local_slots, 1))
         rows = setup.wire_dispatch.decode(payload, setup.width, setup.dtype)
-        expert_input = rows.index_select(0, choice[order] // setup.top_k)
+        row_of_choice = permute.token_of(choice, setup.top_k)
+        expert_input = rows.index_select(0, row_of_choice.index_select(0, order))
         handle = ByRankHandle(
             destinations,
             sent_splits,
             received_splits,
             permute.inverse(order),
-            view_as(weights, torch.float32).flatten()[choice],
+            view_as(weights, torch.float32).flatten().index_select(0, choice),
             first_choice,
         )
         tokens_per_expert = torch.bincount(local, minlength=setup.num_local_slots).cpu()

@@ -1,0 +1,66 @@
+"""What a run needs of this machine's memory, estimated before any rank starts.
+
+An estimate from shapes alone: weights, rows in flight under even routing, and what rank 0 gathers
+to check the outputs. It is meant to refuse the run that cannot fit, not to predict a peak.
+"""
+
+from __future__ import annotations
+
+from comm.placement import experts_per_rank
+from moe.model import ModelShape, scaled
+from moe.settings import Config, UnfitError
+
+GIB = 1 << 30
+RANK_BYTES = 80 << 20  # an idle rank: an interpreter, torch, connections
+BYTES_OF = {"fp32": 4, "bf16": 2, "fp16": 2}
+ROW_COPIES = 6  # sent, received, expert input, gate and up, output, combined
+
+
+def check_memory(config: Config, local_ranks: int) -> None:
+    """Raise UnfitError when `local_ranks` ranks of the run need more than this machine has free."""
+    import psutil
+
+    needed = local_ranks * rank_bytes(config) + rank_zero_bytes(config)
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise UnfitError(
+            f"needs about {needed / GIB:,.1f} GiB here for {local_ranks} ranks, and"
+            f" {free / GIB:,.1f} GiB are free; try fewer tokens, fewer layers or a smaller scale"
+        )
+
+
+def rank_bytes(config: Config) -> int:
+    """Bytes of one rank, the one with the most experts."""
+    if config.job == "bench":
+        largest = max(config.bench.tokens) * config.model.top_k * max(config.bench.widths)
+        return RANK_BYTES + largest * 4 * ROW_COPIES
+    shape = scaled(config.model, config.scale)
+    size = BYTES_OF[config.dtype]
+    most = int(experts_per_rank(shape.num_experts, config.world_size)[0])
+    expert = 3 * shape.payload_width * shape.intermediate_size * size
+    weights = shape.num_moe_layers * (most * expert + _replicated_bytes(shape, size))
+    tokens = sum(config.tokens_per_rank)
+    rows = -(-tokens * shape.top_k // config.world_size)
+    widest = max(shape.payload_width, 2 * shape.intermediate_size)
+    return RANK_BYTES + weights + ROW_COPIES * rows * widest * size
+
+
+def rank_zero_bytes(config: Config) -> int:
+    """What rank 0 holds besides: every rank's routing and, for the reference, its outputs."""
+    if config.job == "bench":
+        return 0
+    shape = scaled(config.model, config.scale)
+    tokens = sum(config.tokens_per_rank) * shape.num_moe_layers
+    routing = 2 * 8 * tokens * config.steps * shape.top_k  # pickled, then stacked
+    if not config.reference:
+        return routing
+    outputs = 2 * 4 * tokens * (2 * shape.hidden_size + shape.payload_width)
+    one_layer = 4 * sum(config.tokens_per_rank) * shape.top_k * shape.payload_width
+    return routing + outputs + one_layer
+
+
+def _replicated_bytes(shape: ModelShape, size: int) -> int:
+    """Weights of one layer that every rank holds: router, latent projections, shared experts."""
+    latent = 2 * shape.hidden_size * (shape.latent_size or 0)
+    shared = 3 * shape.hidden_size * shape.shared_intermediate_size
+    return 4 * shape.num_experts * shape.hidden_size + size * (latent + shared)

@@ -1,0 +1,52 @@
+"""The estimate refuses what cannot fit, before any rank starts, and lets the usual runs pass."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from run_configs import base_config
+
+from moe.memory import GIB, check_memory, rank_bytes, rank_zero_bytes
+from moe.settings import UnfitError
+
+
+def test_a_run_that_cannot_fit_is_refused_in_one_line():
+    """Field case 19: warm-up tokens by the ten thousand on every rank."""
+    with pytest.raises(UnfitError, match=r"needs about [\d,.]+ GiB here for 8 ranks, and .* free"):
+        check_memory(base_config("kimi_k2", tokens=10**9), 8)
+
+
+def test_the_default_run_is_far_from_the_limit():
+    config = base_config()
+    assert 8 * rank_bytes(config) + rank_zero_bytes(config) < 2 * GIB
+
+
+def test_more_of_anything_needs_more():
+    config = base_config()
+    for change in ({"tokens": 800}, {"scale": replace(config.scale, layers=4)}):
+        assert rank_bytes(replace(config, **change)) > rank_bytes(config)
+    assert rank_zero_bytes(replace(config, reference=False)) < rank_zero_bytes(config)
+    assert rank_bytes(replace(config, dtype="bf16")) < rank_bytes(config)
+
+
+def test_weights_are_counted_to_the_byte_of_their_shapes():
+    """One more layer costs its experts, router, projections and shared experts."""
+    one = base_config(tokens=0, ranks=1)
+    two = replace(one, scale=replace(one.scale, layers=2))
+    hidden, latent, inner, shared = 64, 32, 16, 32
+    values = 896 * 3 * latent * inner + 896 * hidden + 2 * hidden * latent + 3 * hidden * shared
+    assert rank_bytes(two) - rank_bytes(one) == 4 * values
+
+
+def test_exit_status_is_7():
+    result = subprocess.run(
+        [sys.executable, "-m", "moe", "--check", "tokens=1000000000"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+        check=False,
+    )
+    assert result.returncode == 7
+    assert result.stderr.startswith("wideep: needs about") and result.stderr.count("\n") == 1

@@ -1,0 +1,131 @@
+"""Every deliberate fault is found: a verdict is OUTSIDE, or the run ends in a clear error.
+
+All faults run one after the other on one world of four ranks, each in a complete run of the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import faults_below  # noqa: F401  enters its faults in FAULTS
+import pytest
+from faults import EVERY, FAULTS, Fault, mask_choices
+from run_configs import base_config
+
+from comm.spawn import run_ranks
+from moe.jobs.emulate import emulate
+from moe.settings import DispatcherConfig, PlacementConfig, TopologyConfig, WireConfig
+
+WORLD_SIZE = 4
+EXIT_STATUS = {"exact": 3, "conserved": 3, "expected": 3, "correctness": 4}
+
+
+def run_configs():
+    """The runs that faults are planted in: 30 experts, 8 8 7 7 to a rank; top-6, latent width."""
+    base = base_config()
+    base = replace(
+        base,
+        ranks=WORLD_SIZE,
+        model=replace(base.model, num_experts=30, top_k=6),
+        scale=replace(base.scale, layers=2),
+        tokens=(9, 5, 0, 12),
+        steps=2,
+        warmup=1,
+        record_routing=False,
+        topology=TopologyConfig(node_of_rank=(0, 1, 0, 1)),
+    )
+    return {
+        "bf16": base,
+        "round_robin": replace(base, placement=PlacementConfig("round_robin")),
+        "fp8": replace(  # latent width 150: a partial block of 128 and one of 32
+            base,
+            scale=replace(base.scale, hidden_size=300),
+            wire=WireConfig("fp8_block128", "mxfp8"),
+        ),
+    }
+
+
+# No fault: what a run must look like for a fault to stand out.
+CONTROLS = {
+    **{run: Fault(lambda patch: None, "", run=run) for run in ("bf16", "round_robin", "fp8")},
+    "masked": Fault(mask_choices, ""),
+}
+CASES = [(name, dispatcher) for name, fault in FAULTS.items() for dispatcher in fault.on]
+CONTROL_CASES = [(name, dispatcher) for name in CONTROLS for dispatcher in EVERY]
+
+
+def run_cases(world, cases):
+    """On every rank: each case's error, or its record. The patches are gone after each case."""
+    configs, ends = run_configs(), {}
+    for case in cases:
+        name, dispatcher = case
+        fault = (FAULTS | CONTROLS)[name]
+        config = replace(configs[fault.run], dispatcher=DispatcherConfig(dispatcher))
+        with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+            fault.plant(patch)
+            ends[case] = run_once(world, replace(config, output_dir=f"{folder}/run"))
+    return ends
+
+
+def run_once(world, config):
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            status = emulate(world, config)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    if world.rank != 0:
+        return None
+    return {**json.loads(Path(config.output_dir, "run.json").read_text()), "returned": status}
+
+
+@pytest.fixture(scope="module")
+def ends():
+    """By case: the record of a run, or the errors of all ranks."""
+    cases = CONTROL_CASES + CASES
+    by_rank = run_ranks(
+        run_cases, WORLD_SIZE, cases, preload=["moe.judge", "test_mutations"], timeout_s=30
+    )
+    return {
+        case: by_rank[0][case]
+        if isinstance(by_rank[0][case], dict)
+        else [ends[case] for ends in by_rank]
+        for case in cases
+    }
+
+
+def states(record):
+    return {verdict["name"]: verdict["state"] for verdict in record["verdicts"]}
+
+
+@pytest.mark.parametrize(("name", "dispatcher"), CONTROL_CASES)
+def test_without_a_fault_everything_agrees(ends, name, dispatcher):
+    record = ends[name, dispatcher]
+    assert isinstance(record, dict), record
+    law = {"masked": "NOT_AVAILABLE"}.get(name, "WITHIN")
+    if dispatcher == "allgather" and law == "WITHIN":
+        law = "EXACT"  # nothing is left to chance
+    assert states(record) == {
+        "exact": "EXACT",
+        "conserved": "EXACT",
+        "expected": law,
+        "correctness": "WITHIN",
+    }
+    assert record["status"] == record["returned"] == 0
+
+
+@pytest.mark.parametrize(("name", "dispatcher"), CASES)
+def test_the_fault_is_found(ends, name, dispatcher):
+    fault, end = FAULTS[name], ends[name, dispatcher]
+    if fault.caught_by not in EXIT_STATUS:
+        assert isinstance(end, list), "the run ended as if nothing were wrong"
+        assert all(error and fault.caught_by in error for error in end), end
+        return
+    assert isinstance(end, dict), end
+    outside = [verdict for verdict, state in states(end).items() if state == "OUTSIDE"]
+    assert fault.caught_by in outside, (fault.plant.__doc__, end["verdicts"])
+    assert end["status"] == end["returned"] == min(EXIT_STATUS[name] for name in outside)
