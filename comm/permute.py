@@ -121,10 +121,11 @@ def regroup_by_expert(rows_from: np.ndarray) -> Tensor:
         received    src 0: e0 e0 e1 | src 1: e0 e1 e1
         wanted      e0: src 0, src 0, src 1 | e1: src 0, src 1, src 1
     """
-    num_sources, num_local = rows_from.shape
-    small = np.int16 if num_local <= RADIX_SORT_KEYS else np.int64
-    expert = np.tile(np.arange(num_local, dtype=small), num_sources)
-    return torch.from_numpy(np.argsort(expert.repeat(rows_from.ravel()), kind="stable"))
+    runs = rows_from.T.ravel()  # expert after expert, in each by source
+    lengths = rows_from.ravel()
+    received_at = (lengths.cumsum() - lengths).reshape(rows_from.shape).T.ravel()
+    wanted_at = runs.cumsum() - runs
+    return torch.from_numpy(np.arange(runs.sum()) + (received_at - wanted_at).repeat(runs))
 
 
 def weighted_sum(

@@ -27,6 +27,8 @@ FALSE_ALARM = 1e-4  # probability that a faultless run is called OUTSIDE, all it
 # a Poisson count of mean 25 passes z = 5 twelve times as often as a normal one, of mean 400 1.6.
 RARE_EVENTS = 400.0
 
+SCOPE_WORDS = {"scale_up": "inside node", "scale_out": "between nodes", "remote": "network"}
+
 # Exit status of a run in which the named verdict is OUTSIDE.
 EXIT_STATUS = {"exact": 3, "conserved": 3, "expected": 3, "correctness": 4, "kernel": 5}
 
@@ -191,11 +193,12 @@ def expected_verdict(
         inside = np.isin(tiers, SCOPES[scope])
         for label, layers in groups.items():
             measured = sum(int(forward[layer][inside].sum()) for layer in layers)
-            tests.append(_test(f"{label}, {scope}", measured, expected, scope, layers))
+            place = f"{label}, {SCOPE_WORDS.get(scope, scope)}"
+            tests.append(_test(place, measured, expected, scope, layers))
 
     num_random = sum(test.std > 0 for test in tests)
     bound = _bound(num_random)
-    worst = max(tests, key=lambda test: abs(test.z))
+    worst = max(tests, key=lambda test: (abs(test.z), test.std > 0))
     within = State.WITHIN if num_random else State.EXACT
     state = within if abs(worst.z) <= bound else State.OUTSIDE
     return Verdict(
@@ -230,12 +233,23 @@ def _bound(num_tests: int) -> float:
 def _reason(worst: _Test, tests: Sequence[_Test], bound: float) -> str:
     methods = [test.method for test in tests]
     used = [m for m in ("normal", "exact tail", "equality") if m in methods]
+    if used == ["equality"] and worst.z == 0:
+        return f"all {len(tests)} sums equal the law, which leaves no freedom"
     summary = ", ".join(f"{methods.count(m)} {m}" for m in used)
+    return f"worst of {len(tests)} sums ({summary}): {worst.place}, {_distance(worst, bound)}"
+
+
+def _distance(test: _Test, bound: float) -> str:
+    """How far a sum lies from the law, and how far it may."""
+    if test.method == "equality":
+        return (
+            f"counted {test.measured:,} B, expected {test.mean:,.0f} B, and here the law leaves no"
+            " freedom"
+        )
     return (
-        f"worst of {len(tests)} tests ({summary}): {worst.place}, z = {worst.z:+.2f}"
-        f" ({worst.method}), counted {worst.measured:,} B,"
-        f" expected {worst.mean:,.0f} +- {worst.std:,.0f} B;"
-        f" bound {bound:.2f} for {FALSE_ALARM:g} false alarms a run"
+        f"z = {test.z:+.2f} ({test.method}), counted {test.measured:,} B,"
+        f" expected {test.mean:,.0f} +- {test.std:,.0f} B;"
+        f" all but 1 of {1 / FALSE_ALARM:,.0f} faultless runs keep every |z| <= {bound:.2f}"
     )
 
 

@@ -26,6 +26,16 @@ usage:
 
 A list is written KEY=[a,b]. The last value of a key wins. `python -m moe` is the same as `wideep`.
 """
+EXAMPLES = """\
+examples:
+  wideep                                              the default run, 8 ranks
+  wideep dispatcher=all_to_all wire.dispatch=mxfp8    one row for each (token, expert), in MXFP8
+  wideep topology.ranks_per_node=4                    the ranks as two nodes of four
+  wideep emulate ranks=72 tokens=16 layers=2          a whole rack
+  wideep model=hf model.path=config.json              another model
+  wideep bench bench.tokens=[256] bench.widths=[1024] one case of the benchmark
+"""
+LABELS = ("name", "source", "path")  # of a group: set by its file, not by hand
 STATUSES = {
     0: "nothing differs from a prediction",
     2: "the command line or the configuration is wrong",
@@ -71,7 +81,7 @@ def help_text() -> str:
     """The whole of --help."""
     statuses = [f"  {status:<4}  {text}" for status, text in STATUSES.items()]
     jobs = [f"  {name:<10}  {text}" for name, text in JOBS.items()]
-    parts = (INTRO, USAGE, _section("jobs:", jobs))
+    parts = (INTRO, USAGE, EXAMPLES, _section("jobs:", jobs))
     return "\n".join((*parts, _keys_section(), _section("exit status:", statuses)))
 
 
@@ -92,6 +102,7 @@ def _keys_section() -> str:
         lines.extend(_entry(name, shown(default), key.text, choices))
     for name in ("model", "scale"):
         parts = [part.name.partition(".")[2] for part in _parts_of(name)]
+        parts = [part for part in parts if part not in LABELS]
         lines.extend(_entry(f"{name}.FIELD", None, f"one value of it: {', '.join(parts)}", ()))
     return _section("keys:", lines)
 

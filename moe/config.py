@@ -8,7 +8,7 @@ parts, so every refusal is said again as one ConfigError line.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, field, fields, is_dataclass, make_dataclass, replace
 from functools import cache, partial
 from typing import Any, get_args, get_type_hints
@@ -24,7 +24,7 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 
 from moe.conf_files import conf_dir, options
 from moe.hf_config import read_hf_config
-from moe.settings import Config, ConfigError, Key, did_you_mean, keys, no_such, shown
+from moe.settings import UNUSED, Config, ConfigError, Key, did_you_mean, keys, no_such, shown
 from moe.validate import validate
 
 __all__ = ["Config", "ConfigError", "compose", "conf_dir", "options"]
@@ -49,6 +49,7 @@ def compose(overrides: Sequence[str], world_size: int | None = None) -> Config:
     if config.layers is not None:
         config = replace(config, scale=replace(config.scale, layers=config.layers))
     validate(config, options)
+    _refuse_unused(config.job, typed)
     return config
 
 
@@ -75,6 +76,16 @@ def _parse(word: str) -> Override:
     if known[name].group and value not in options(name):
         raise no_such(name, word, value, options(name))
     return override
+
+
+def _refuse_unused(job: str, typed: Mapping[str, Override]) -> None:
+    """A key that the job would silently ignore is a mistake."""
+    for name, override in typed.items():
+        if name.partition(".")[0] in UNUSED.get(job, ()):
+            word = f"{name}={shown(override.value())}"
+            instead = f"bench.{name}" if f"bench.{name}" in keys() else f"bench.{name}s"
+            hint = f"; set {instead}" if job == "bench" and instead in keys() else ""
+            raise ConfigError(f"{word}: job={job} does not use it{hint}")
 
 
 def _unreadable(word: str) -> str:

@@ -33,7 +33,7 @@ from comm.verdict import (
     not_available,
 )
 from comm.wire import WIRE_FORMATS
-from moe.measure import RankLog
+from moe.measure import RankLog, sampled_step
 from moe.plan import Plan
 from moe.reference import reference_layer, relative_error
 from moe.synthetic import ROUTERS
@@ -179,8 +179,8 @@ def _expert_rank(plan: Plan) -> np.ndarray:
 
 
 def _expected(plan: Plan, tiers: np.ndarray, slots_per_rank: np.ndarray) -> ExpectedTraffic | None:
-    """The law of the run's router, where it has one."""
-    if ROUTERS[plan.config.router.name].law is None:
+    """The law of the run's router, where one is known; "uniform" is the only one so far."""
+    if ROUTERS[plan.config.router.name].law != "uniform":
         return None
     return expected_traffic(
         plan.config.dispatcher.name,
@@ -236,16 +236,17 @@ def _expert_rows(routing: Routing, num_experts: int) -> np.ndarray:
 def _errors(
     plan: Plan, logs: Sequence[RankLog], routing: Routing, progress: Callable[[], None]
 ) -> list[dict[str, float]]:
-    """Errors of each layer of the last step against the dense reference, fed what was recorded."""
+    """Errors of each layer in one step against the dense reference, fed what was recorded."""
     errors = []
     for layer in range(plan.num_layers if plan.config.reference else 0):
         samples = [log.samples[layer] for log in logs]
+        topk_ids = routing.topk_ids[sampled_step(layer, plan.config.steps), layer]
         reference = reference_layer(
             plan.shape,
             plan.config.seed,
             layer,
             torch.cat([sample.x for sample in samples]),
-            torch.from_numpy(routing.topk_ids[-1, layer].astype(np.int64)),
+            torch.from_numpy(topk_ids.astype(np.int64)),
             torch.cat([sample.topk_weights for sample in samples]),
             plan.dtype,
         )

@@ -26,7 +26,7 @@ from moe.synthetic import ROUTERS, token_hidden
 
 @dataclass(frozen=True)
 class LayerSample:
-    """One layer of the last measured step, for the reference: this rank's tokens.
+    """One layer of one measured step, for the reference: this rank's tokens.
 
     x: [T, H] what went in; routed: [T, W] and hidden: [T, H] what came out; topk_weights: [T, K]
     """
@@ -42,13 +42,13 @@ class RankLog:
     """What a rank hands over at the end.
 
     topk_ids: int32 [steps, L, T, K]; topk_weights: fp32, same shape
-    samples: one a layer where the reference is wanted, else empty
+    samples: by layer, where the reference is wanted, else empty
     """
 
     meter: TrafficMeter
     topk_ids: np.ndarray
     topk_weights: np.ndarray
-    samples: list[LayerSample]
+    samples: dict[int, LayerSample]
     experts_seconds: float
     step_seconds: float
 
@@ -127,8 +127,8 @@ def measure(
         experts.watch(layer.experts)
 
     tiers = plan.topology.tiers()[world.rank]
-    outputs: list[list[LayerOutput]] = []
-    inputs: list[Tensor] = []
+    topk_ids, topk_weights = [], []
+    samples: dict[int, LayerSample] = {}
     step_seconds = 0.0
     with EventLog(folder, world.rank, tiers, KINDS) as log, torch.inference_mode():
         meter.enabled = False
@@ -138,15 +138,19 @@ def measure(
         experts.seconds = 0.0
         for events.step in range(config.steps):
             started = time.perf_counter()
-            inputs, step_outputs = _forward(plan, world, layers, events.step, progress)
+            inputs, outputs = _forward(plan, world, layers, events.step, progress)
             step_seconds += time.perf_counter() - started
-            outputs.append(step_outputs)
+            topk_ids.append(_stack([out.topk_ids for out in outputs], np.int32))
+            topk_weights.append(_stack([out.topk_weights for out in outputs], np.float32))
+            for layer, (x, out) in enumerate(zip(inputs, outputs, strict=True)):
+                if config.reference and sampled_step(layer, config.steps) == events.step:
+                    samples[layer] = _sample(x, out)
         meter.on_phase = None
     return RankLog(
         meter=meter,
-        topk_ids=_stack([[out.topk_ids for out in step] for step in outputs], np.int32),
-        topk_weights=_stack([[out.topk_weights for out in step] for step in outputs], np.float32),
-        samples=_samples(inputs, outputs[-1]) if config.reference else [],
+        topk_ids=np.stack(topk_ids),
+        topk_weights=np.stack(topk_weights),
+        samples=samples,
         experts_seconds=experts.seconds,
         step_seconds=step_seconds,
     )
@@ -178,13 +182,15 @@ def _forward(
     return inputs, outputs
 
 
-def _samples(inputs: list[Tensor], outputs: list[LayerOutput]) -> list[LayerSample]:
-    return [
-        LayerSample(x.cpu(), out.routed.cpu(), out.hidden.cpu(), out.topk_weights.cpu())
-        for x, out in zip(inputs, outputs, strict=True)
-    ]
+def sampled_step(layer: int, num_steps: int) -> int:
+    """Which measured step of a layer goes to the reference: no step and no layer goes unseen."""
+    return layer % num_steps
 
 
-def _stack(tensors: list[list[Tensor]], dtype: type) -> np.ndarray:
-    """[steps][L] tensors [T, K] -> [steps, L, T, K]"""
-    return np.stack([np.stack([t.cpu().numpy().astype(dtype) for t in row]) for row in tensors])
+def _sample(x: Tensor, out: LayerOutput) -> LayerSample:
+    return LayerSample(x.cpu(), out.routed.cpu(), out.hidden.cpu(), out.topk_weights.cpu())
+
+
+def _stack(tensors: list[Tensor], dtype: type) -> np.ndarray:
+    """[L] tensors [T, K] -> [L, T, K]"""
+    return np.stack([tensor.cpu().numpy().astype(dtype) for tensor in tensors])

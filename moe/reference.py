@@ -25,10 +25,6 @@ from moe.experts import (
 )
 from moe.model import NORM_EPS, ModelShape
 
-# A token's error is relative to its own norm, but to no less than this part of a typical norm:
-# where experts cancel, or where there are none, the norm says nothing about the rounding.
-_NORM_FLOOR = 0.01
-
 
 @dataclass(frozen=True)
 class ReferenceOutput:
@@ -102,7 +98,7 @@ def reference_routed(
 
 
 def relative_error(measured: Tensor, reference: Tensor) -> float:
-    """Largest L2 error of a token, relative to the norm of its reference.
+    """Largest L2 error of a token, over its reference's norm or the rms norm where that is larger.
 
     measured, reference: [T, width]
     returns: 0.0 without tokens; infinity where anything is not finite, so that no bound admits it
@@ -114,7 +110,8 @@ def relative_error(measured: Tensor, reference: Tensor) -> float:
     error = (measured.double() - reference.double()).norm(dim=1)
     norm = reference.double().norm(dim=1)
     typical = norm.square().mean().sqrt()
-    floor = _NORM_FLOOR * typical if typical > 0 else torch.ones_like(typical)
+    # Where experts cancel, or where there are none, a token's own norm says nothing about rounding.
+    floor = typical if typical > 0 else torch.ones_like(typical)
     worst = (error / norm.clamp_min(floor)).max().item()
     return worst if worst < float("inf") else float("inf")  # NaN compares false
 

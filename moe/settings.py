@@ -23,6 +23,13 @@ JOBS = {
     "emulate": "run the layers on real ranks, count every byte, compare it with the predictions",
     "bench": "time dispatch and combine against the raw all-to-all of the same bytes",
 }
+UNUSED = {  # job -> the keys, or the first parts of keys, that mean nothing to it
+    "emulate": ("bench",),
+    "bench": (
+        *("scale", "router", "placement", "dispatcher", "wire", "topology", "tokens", "steps"),
+        *("warmup", "layers", "dtype", "reference", "record_routing", "traffic_csv"),
+    ),
+}
 DTYPES = ("fp32", "bf16", "fp16")
 WIRES = ("fp32", "bf16", "fp16", "fp8_block128", "mxfp8")
 
@@ -107,7 +114,9 @@ class Config:
     """A whole run. moe.config.compose builds it, and nothing else should."""
 
     job: str = key("emulate", "what to do; the first word without '=' sets it too", JOBS)
-    model: ModelShape = group("the network; hf reads the config.json at model.path")
+    model: ModelShape = group(
+        "the network; hf reads the config.json at model.path, a file or its folder"
+    )
     scale: ScaleConfig = group("how far widths and depth are shrunk; E and K never are")
     router: RouterConfig = group("who chooses the experts")
     placement: PlacementConfig = group("which rank owns which expert")

@@ -2,26 +2,26 @@
 
 A fault patches every rank alike, and keeps counts and rows consistent where ranks must agree, so
 that a run ends in a verdict or in an error, never in ranks that wait for one another. Its docstring
-says what is wrong. The faults of the strategies and of the count are here, those of the shared
-ground (placement, wire, permute) in faults_below.py.
+says what is wrong.
+
+    faults.py           strategies: rows, weights, masked tokens
+    faults_counting.py  the meter, and rows of another width than it is told of
+    faults_below.py     the shared ground: placement, wire, permute
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
+from comm import permute
 from comm.dispatch.allgather import AllGather
 from comm.dispatch.base import Dispatcher
-from comm.dispatch.by_rank import ByRank
 from comm.dispatch.rank_dedup import RankDedup
-from comm.meter import Traffic, TrafficMeter
 from comm.transport import Transport
-from comm.wire import CastFormat
 from moe.synthetic import ROUTERS, RouterKind, topk_ids
 
 EVERY = ("all_to_all", "rank_dedup", "allgather")
@@ -78,22 +78,24 @@ def last_choice_dropped(patch):
             rows_per_slot[rows_per_slot.nonzero()[-1]] -= 1
         return choice[:-1], rows_per_slot
 
-    change_result(patch, permute_module(), "order_by_slot", drop)
+    change_result(patch, permute, "order_by_slot", drop)
 
 
 @fault("exact", on=BY_RANK)
 def last_pair_dropped(patch):
     """each rank's last (destination, token) pair is neither announced nor sent"""
+
+    def drop(hit):
+        return flipped(hit, hit.nonzero()[-1:])
+
     for strategy in (RankDedup, AllGather):
-        change_result(patch, strategy, "_destinations", lambda hit: flipped(hit, hit.nonzero()[-1:]))
+        change_result(patch, strategy, "_destinations", drop)
 
 
 @fault("exact", on=("rank_dedup",))
 def pair_without_expert_sent(patch):
     """a token also goes to a rank that owns none of its experts"""
-    change_result(
-        patch, RankDedup, "_destinations", lambda hit: flipped(hit, (~hit).nonzero()[:1])
-    )
+    change_result(patch, RankDedup, "_destinations", lambda hit: flipped(hit, (~hit).nonzero()[:1]))
 
 
 def flipped(hit, cells):
@@ -131,16 +133,17 @@ def row_sent_twice(patch):
 
 
 @fault("conserved")
-def row_announced_and_not_sent(patch):
-    """one row more is announced to oneself than is sent: gloo hands over stale memory"""
+def more_rows_taken_than_sent(patch):
+    """a rank waits for one row more than its neighbour sends; gloo leaves stale memory there"""
 
     def all_to_all(original, self, position, message, parts, out, back):
-        me, dispatch = self.world.rank, position.phase == "dispatch"
-        back = [n + (dispatch and rank == me) for rank, n in enumerate(back)]
+        if position.phase == "combine":
+            return original(self, position, message, parts, out, back)
+        source = (self.world.rank + 1) % self.world.world_size
+        back = [n + (rank == source) for rank, n in enumerate(back)]
+        stale = sum(back[: source + 1]) - 1
         received = original(self, position, message, parts, out, back)
-        keep = torch.ones(len(received), dtype=torch.bool)
-        keep[sum(back[: me + 1]) - 1] = not dispatch
-        return received[keep]
+        return torch.cat([received[:stale], received[stale + 1 :]])
 
     around(patch, Transport, "all_to_all", all_to_all)
 
@@ -270,7 +273,7 @@ def masked_token_sent(patch):
         around(patch, strategy, "_destinations", destinations)
 
 
-@fault("expected")
+@fault("expected", on=("rank_dedup",))
 def half_of_the_experts_chosen(patch):
     """the uniform router draws from the first half of the experts only"""
 
@@ -280,192 +283,13 @@ def half_of_the_experts_chosen(patch):
     patch.setitem(ROUTERS, "uniform", RouterKind(choose, law="uniform"))
 
 
-FAULTS["half_of_the_experts_chosen"] = replace(FAULTS["half_of_the_experts_chosen"], on=CHOSEN)
-
-
-# -- widths and the count --------------------------------------------------------------------------
-
-
-@fault("exact")
-def rows_padded_to_the_hidden_width(patch):
-    """rows travel at twice the latent width, filled up with zeros"""
-
-    def encode(original, self, rows):
-        return original(self, torch.nn.functional.pad(rows, (0, rows.shape[1])))
-
-    def decode(original, self, packed, width, dtype):
-        return original(self, packed, 2 * width, dtype)[:, :width]
-
-    around(patch, CastFormat, "encode", encode)
-    around(patch, CastFormat, "decode", decode)
-
-
-@fault("do not sum to")
-def padding_not_counted(patch):
-    """combined rows are padded and the meter is told of the values alone"""
-
-    def all_to_all(original, self, position, message, parts, out, back):
-        padded = torch.nn.functional.pad(message, (0, 64))
-        return original(self, position, padded, parts, out, back)[:, : message.shape[1]]
-
-    around(patch, Transport, "all_to_all", all_to_all)
-
-
-def recount(patch, change):
-    """The meter books change(position, message, parts, out, back) instead."""
-
-    def record(original, self, *message):
-        changed = change(*message)
-        if changed is not None:
-            original(self, *changed)
-
-    around(patch, TrafficMeter, "record", record)
-
-
-def rename_kind(patch, kind, name):
-    def change(position, message, parts, out, back):
-        parts = [(name if part == kind else part, rows) for part, rows in parts]
-        return position, message, parts, out, back
-
-    recount(patch, change)
-
-
-@fault("do not sum to", run="fp8")
-def scales_not_counted(patch):
-    """the meter is not told of the block scales"""
-
-    def change(position, message, parts, out, back):
-        return position, message, [part for part in parts if part[0] != "scales"], out, back
-
-    recount(patch, change)
-
-
-@fault("exact", run="fp8")
-def scales_booked_as_hidden(patch):
-    """block scales are counted as values"""
-    rename_kind(patch, "scales", "hidden")
-
-
-@fault("exact", on=BY_RANK)
-def ids_booked_as_weights(patch):
-    """expert ids are counted as router weights"""
-    rename_kind(patch, "ids", "weights")
-
-
-@fault("exact")
-def hidden_booked_as_padding(patch):
-    """values are counted as padding"""
-    rename_kind(patch, "hidden", "padding")
-
-
-@fault("exact")
-def counts_not_counted(patch):
-    """the exchange of counts passes the meter by"""
-    recount(patch, lambda *message: None if message[2][0][0] == "counts" else message)
-
-
-@fault("exact")
-def combine_not_counted(patch):
-    """the way back passes the meter by"""
-    recount(patch, lambda *message: None if message[0].phase == "combine" else message)
-
-
-@fault("exact")
-def one_rank_not_counted(patch):
-    """rank 1 alone counts nothing"""
-    recount(patch, lambda *message: None if dist.get_rank() == 1 else message)
-
-
-@fault("exact")
-def self_counted_as_remote(patch):
-    """rows that a rank keeps are booked to its neighbour"""
-
-    def move(meters):
-        for rank, meter in enumerate(meters):
-            for counted in (meter.sent, meter.rows):
-                counted[..., (rank + 1) % len(meters)] += counted[..., rank]
-                counted[..., rank] = 0
-
-    def assemble(original, meters):
-        move(meters)
-        return original(meters)
-
-    around(patch, Traffic, "assemble", assemble)
-
-
-@fault("exact")
-def self_not_counted(patch):
-    """rows that a rank keeps are not counted"""
-
-    def change(position, message, parts, out, back):
-        out = [n * (rank != dist.get_rank()) for rank, n in enumerate(out)]
-        back = [n * (rank != dist.get_rank()) for rank, n in enumerate(back)]
-        return position, message[: sum(out)], parts, out, back
-
-    recount(patch, change)
-
-
-@fault("exact")
-def counted_twice(patch):
-    """every message is booked twice"""
-
-    def record(original, self, *message):
-        original(self, *message)
-        original(self, *message)
-
-    around(patch, TrafficMeter, "record", record)
-
-
-@fault("exact")
-def combine_booked_as_dispatch(patch):
-    """the way back is booked to the phase of the way out"""
-    recount(patch, lambda position, *rest: (replace(position, phase="dispatch"), *rest))
-
-
-@fault("exact")
-def booked_to_the_wrong_layer(patch):
-    """the two layers' bytes change places"""
-    recount(patch, lambda position, *rest: (replace(position, layer=1 - position.layer), *rest))
-
-
-@fault("exact")
-def booked_as_backward(patch):
-    """the forward pass is booked as the backward one"""
-    recount(patch, lambda position, *rest: (replace(position, direction="backward"), *rest))
-
-
-@fault("exact")
-def warm_up_counted(patch):
-    """the meter cannot be switched off"""
-    patch.setattr(TrafficMeter, "enabled", property(lambda self: True, lambda self, on: None))
-
-
-@fault("exact")
-def source_and_destination_change_places(patch):
-    """the whole matrix is put together transposed"""
-
-    def transpose(traffic):
-        arrays = ("bytes", "rows", "received")
-        turned = {name: getattr(traffic, name).swapaxes(-1, -2) for name in arrays}
-        return replace(traffic, **turned)
-
-    change_result(patch, Traffic, "assemble", transpose)
-
-
-@fault("conserved")
-def received_rows_miscounted(patch):
-    """receivers miss one row of every message"""
-
-    def change(position, message, parts, out, back):
-        return position, message, parts, out, [*back[:-1], back[-1] - 1]
-
-    recount(patch, change)
-
-
-def permute_module():
-    from comm import permute
-
-    return permute
-
-
-__all__ = ["BY_RANK", "CHOSEN", "EVERY", "FAULTS", "ByRank", "Fault"]
+@fault("expected", on=CHOSEN)
+def experts_chosen_close_to_home(patch):
+    """the uniform router draws from the experts of the token's own rank only"""
+    first_expert = {0: 0, 9: 8, 14: 23}  # by the first token of a rank; rank 2 has none
+
+    def choose(seed, step, layer, first_token, num_tokens, num_experts, top_k):
+        ids = topk_ids(seed, step, layer, first_token, num_tokens, 7, top_k)
+        return ids + first_expert[first_token]
+
+    patch.setitem(ROUTERS, "uniform", RouterKind(choose, law="uniform"))

@@ -100,8 +100,12 @@ def change_scales(patch, wire_format, change):
 @fault("correctness")
 def second_half_of_a_row_lost(patch):
     """the second half of each row arrives as zeros"""
-    half = lambda row_bytes: torch.arange(row_bytes) < row_bytes // 2  # noqa: E731
-    change_hidden(patch, CastFormat, lambda values: values * half(values.shape[1]))
+
+    def lose(values):
+        row_bytes = values.shape[1]
+        return values * (torch.arange(row_bytes) < row_bytes // 2)
+
+    change_hidden(patch, CastFormat, lose)
 
 
 @fault("correctness")
@@ -124,9 +128,7 @@ def decoded_one_value_off(patch):
 @fault("correctness")
 def bytes_swapped(patch):
     """the two bytes of each value arrive the other way round"""
-    change_hidden(
-        patch, CastFormat, lambda values: values.view(len(values), -1, 2).flip(2).flatten(1)
-    )
+    change_hidden(patch, CastFormat, lambda values: values.unflatten(1, (-1, 2)).flip(2).flatten(1))
 
 
 @fault("exact")

@@ -8,13 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
+from comm.dispatch import DISPATCHERS
+from comm.placement import PLACEMENTS
+from comm.wire import WIRE_FORMATS
 from moe.config import compose
 from moe.jobs.emulate import emulate
 from moe.settings import DispatcherConfig, PlacementConfig, RouterConfig, TopologyConfig, WireConfig
 
 EXPERTS = (7, 30, 64, 256, 896)
-DISPATCHERS = ("all_to_all", "rank_dedup", "allgather")
-WIRES = ("fp32", "bf16", "fp16", "fp8_block128", "mxfp8")
 
 
 def base_config(model="kimi_k3", **changes):
@@ -52,9 +53,9 @@ def random_config(random: Random, world_size: int, base) -> object:
         warmup=random.choice((0, 1)),
         seed=random.randrange(10_000),
         router=RouterConfig(random.choice(("uniform", "learned"))),
-        placement=PlacementConfig(random.choice(("contiguous", "round_robin"))),
-        dispatcher=DispatcherConfig(random.choice(DISPATCHERS)),
-        wire=WireConfig(random.choice(WIRES), random.choice(WIRES)),
+        placement=PlacementConfig(random.choice(list(PLACEMENTS))),
+        dispatcher=DispatcherConfig(random.choice(list(DISPATCHERS))),
+        wire=WireConfig(random.choice(list(WIRE_FORMATS)), random.choice(list(WIRE_FORMATS))),
         topology=TopologyConfig(node_of_rank=nodes),
         dtype=random.choice(("fp32", "fp32", "bf16", "fp16")),
     )

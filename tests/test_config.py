@@ -8,7 +8,7 @@ import pytest
 
 from comm.wire import WIRE_FORMATS
 from moe.config import compose
-from moe.settings import WIRES, ConfigError
+from moe.settings import JOBS, UNUSED, WIRES, ConfigError, keys
 
 
 def refusal(*overrides: str, **arguments: int) -> str:
@@ -148,6 +148,27 @@ def test_a_refusal_is_one_line_with_name_value_and_rule(overrides, message):
     said = refusal(*overrides.split())
     assert said.startswith(message)
     assert "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("job=bench tokens=64", "tokens=64: job=bench does not use it; set bench.tokens"),
+        ("job=bench dtype=bf16", "dtype=bf16: job=bench does not use it; set bench.dtypes"),
+        ("job=bench wire.combine=fp32", "wire.combine=fp32: job=bench does not use it"),
+        ("bench.warmup=1", "bench.warmup=1: job=emulate does not use it"),
+    ],
+)
+def test_a_key_that_the_job_would_ignore_is_refused(overrides, message):
+    assert refusal(*overrides.split()) == message
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_every_key_is_used_by_some_job(job):
+    """UNUSED names real keys, and leaves each job its own."""
+    first_parts = {name.partition(".")[0] for name in keys()}
+    assert set(UNUSED[job]) < first_parts
+    assert not set.intersection(*(set(UNUSED[other]) for other in JOBS))
 
 
 def test_a_refusal_stays_one_line_whatever_was_typed():

@@ -8,6 +8,7 @@ import io
 import json
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "no tokens": {"tokens": 0},
     "72 ranks": {"ranks": 72, "ranks_per_node": 8, "tokens": 2, "dispatcher": "all_to_all"},
     "224 ranks": {"ranks": 224, "ranks_per_node": 8, "tokens": 1, "layers": 1},
+    "one layer": {"layers": 1, "tokens": 1},
     "92 layers": {"layers": 92, "ranks": 4, "ranks_per_node": 2, "tokens": 2, "num_experts": 64},
 }
 
@@ -119,7 +121,7 @@ def test_numbers_parse_back_and_sum_to_the_total(name: str) -> None:
 
 def test_the_table_shows_the_bytes_of_the_record() -> None:
     """A run so small that the table is in bytes: every cell is exact."""
-    record = sample_record(tokens=1, layers=1)
+    record = sample_record(ranks=4, ranks_per_node=2, tokens=1, layers=1, top_k=4)
     header, rows = table_rows(record)
     assert header == [
         "layer",
@@ -156,6 +158,63 @@ def test_the_table_shows_the_bytes_of_the_record() -> None:
         sum(tiers),
         0,
     ]
+
+
+@pytest.mark.parametrize(
+    ("measured_bytes", "unit"),
+    [
+        (9_999, "B"),
+        (10_000, "kB"),
+        (999_999, "kB"),
+        (9_999_999, "kB"),
+        (10_000_000, "MB"),
+        (9_999_999_999, "MB"),
+        (10**10, "GB"),
+        (10**16, "PB"),
+    ],
+)
+def test_the_unit_is_chosen_by_what_a_layer_moves(measured_bytes: int, unit: str) -> None:
+    record = copy.deepcopy(run("one layer"))
+    for entry in (*record["layers"], *record["totals"]["phases"]):
+        for cell in entry.get("cells", ()):
+            cell["measured_bytes"] = 0
+    for cells in (record["layers"][0]["cells"], record["totals"]["cells"]):
+        cells[0]["measured_bytes"] = measured_bytes
+    record["totals"]["measured_bytes"] = measured_bytes
+    header, _ = table_rows(record)
+    assert header[-3:] == [unit, "B", "z"]
+
+
+def test_bytes_are_shown_only_where_every_figure_is_small() -> None:
+    """Three layers of 4 kB each are below the limit one by one, and above it in all."""
+    few = {"ranks": 4, "ranks_per_node": 2, "tokens": 1, "top_k": 2}
+    one, three = sample_record(**few, layers=1), sample_record(**few, layers=3)
+    assert one["totals"]["measured_bytes"] < 10_000 < three["totals"]["measured_bytes"]
+    assert [table_rows(record)[0][-3] for record in (one, three)] == ["B", "kB"]
+
+
+def test_dispatchers_share_the_unit() -> None:
+    """Pages of one configuration line up: all three move between 1 and 10 MB a layer."""
+    pages = [
+        sample_record(tokens=64, layers=2, dispatcher=name)
+        for name in ("all_to_all", "rank_dedup", "allgather")
+    ]
+    assert {table_rows(record)[0][-3] for record in pages} == {"kB"}
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 2000])
+@pytest.mark.parametrize("fault", ["backward", "padding"])
+def test_a_run_that_books_its_bytes_wrongly_still_gets_its_page(fault: str, tokens: int) -> None:
+    inputs = sample_inputs(tokens=tokens)
+    forward, rows = inputs.traffic.bytes.copy(), inputs.traffic.rows
+    if fault == "backward":
+        forward, rows = forward[:, ::-1], rows[:, ::-1]
+    else:  # padding is the last kind
+        forward[..., -1, :, :], forward[..., 0, :, :] = forward[..., 0, :, :].copy(), 0
+    traffic = replace(inputs.traffic, bytes=forward, rows=rows)
+    lines = text_of(build_record(replace(inputs, traffic=traffic)))
+    assert max(map(len, lines)) <= 100
+    assert any(("back dispatch" if fault == "backward" else " padding ") in text for text in lines)
 
 
 def test_columns_of_tiers_without_pairs_are_said_not_shown() -> None:
@@ -200,6 +259,9 @@ def test_a_wrong_cell_changes_the_answer_and_the_difference() -> None:
     assert "ANSWER  everything that was checked agrees (status 0)" in good_page
     assert "ANSWER  COUNTED BYTES DIFFER from a prediction (status 3)" in bad_page
     assert "OUTSIDE" in bad_page and "OUTSIDE" not in good_page
+    assert "\n  exact        EXACT    bytes counted" in good_page
+    assert "\n! exact        OUTSIDE  bytes counted" in bad_page
+    assert bad_page.count("\n! ") == 1 and "\n! " not in good_page
     place = "layer 1, dispatch, hidden, rank 2 -> rank 5"
     assert place in " ".join(bad_page.split())
     differing = [row for row in table_rows(bad)[1] if "+256" in row]
@@ -217,6 +279,84 @@ def test_the_answer_comes_before_every_table() -> None:
     lines = text_of(sample_record())
     assert [text for text in lines if text[:1] not in ("", " ")][1].startswith("ANSWER")
     assert lines.index(next(t for t in lines if t.startswith("ANSWER"))) < 9
+
+
+def verdict_lines(record: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Mark, name and state of each verdict."""
+    lines = text_of(record)
+    between = lines[lines.index("BY LAYER  forward; sums over ranks and steps") :]
+    answer = lines[: len(lines) - len(between)]
+    pattern = r"([ !]) ([a-z]+) +([A-Z]+(?: [A-Z]+)?) {2,}\S"
+    return [found.groups() for text in answer if (found := re.match(pattern, text))]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_verdict_carries_its_name_and_its_state(name: str) -> None:
+    record = run(name)
+    assert verdict_lines(record) == [
+        (" ", verdict["name"], verdict["state"].replace("_", " ")) for verdict in record["verdicts"]
+    ]
+    assert len(record["verdicts"]) == 4
+
+
+def test_every_failed_verdict_is_marked_and_the_text_lines_up() -> None:
+    record = copy.deepcopy(run("ragged, no law"))  # has a long NOT AVAILABLE
+    for verdict in (record["verdicts"][0], record["verdicts"][3]):
+        verdict["state"] = "OUTSIDE"
+    marks = [mark for mark, *_ in verdict_lines(record)]
+    assert marks == ["!", " ", " ", "!"]
+    texts = [text for text in text_of(record) if re.match(r"[ !] [a-z]+ +[A-Z]{3,}", text)]
+    starts = {len(text) - len(re.sub(r"^.{15}[A-Z ]+  ", "", text)) for text in texts}
+    assert len(texts) == 4 and starts == {len("  correctness  NOT AVAILABLE  ")}
+
+
+def joined(record: dict[str, Any]) -> str:
+    """The page as one line, wrapped sentences put together again."""
+    return " ".join(" ".join(text_of(record)).split())
+
+
+def test_the_full_size_line_gives_the_ratio() -> None:
+    record = run("default")
+    full = record["full_scale"]
+    formula = full["rounds"] * full["headline_bytes"]
+    ratio = formula / full["forward_pass"]["network_bytes"]
+    said = f"the formula says {format_bytes(formula)} there and back, {ratio:.2f} times as much"
+    assert ratio > 4 and said in joined(record)
+    alone = joined(run("one rank"))
+    assert "there and back BY LAYER" in alone  # nothing on the network: no ratio
+
+
+def test_the_headline_says_where_the_reduced_width_inflates_it() -> None:
+    warning = "weighs more at this reduced width"
+    record = copy.deepcopy(run("default"))
+    assert warning in joined(record) and "1 step, one way; dispatch put" in joined(record)
+    for change in ("wide rows", "little metadata"):
+        other = copy.deepcopy(record)
+        if change == "wide rows":
+            other["manifest"]["shape"]["latent_size"] = 3584
+        else:
+            (factor,) = [f for f in other["headline"]["factors"] if f["name"] == "metadata"]
+            factor["value"] = 1.09
+        assert warning not in joined(other), change
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_page_has_one_word_for_one_thing(name: str) -> None:
+    text = joined(run(name))
+    for word in ("scale_up", "scale_out", "scale up", "remote"):
+        assert word not in text
+    for word in ("network", "self"):
+        assert word in text
+
+
+def test_the_legend_explains_z() -> None:
+    shared = "dispatch and combine of a layer move the same rows, so they share one z"
+    assert shared in joined(run("default"))
+    assert "= is no spread, and equal" in joined(run("all-gather"))
+    assert "none: the learned router follows no law" in joined(run("ragged, no law"))
+    _, rows = table_rows(run("default"))
+    for dispatch, combine in zip(rows[0:8:2], rows[1:8:2], strict=True):
+        assert dispatch[-1] == combine[-1]
 
 
 def test_the_headline_is_walked_down_to_the_count() -> None:
@@ -273,9 +413,18 @@ def test_colour_only_adds_escapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     record, out = sample_record(), io.StringIO()
     render(record, color=True, file=out)
-    assert "\x1b[1;32m  EXACT" in out.getvalue()
+    assert "\x1b[1;32m  exact        EXACT  " in out.getvalue()
     stripped = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
     assert [text.rstrip() for text in stripped.splitlines()] == text_of(record)
+
+
+def test_a_failed_verdict_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    bad = with_extra_bytes(sample_inputs(), (1, 0, 0, 0, 2, 5), 256)
+    record, out = build_record(bad), io.StringIO()
+    render(record, color=True, file=out)
+    assert "\x1b[1;31m! exact        OUTSIDE  " in out.getvalue()
 
 
 def test_no_colour_where_it_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:

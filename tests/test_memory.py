@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from run_configs import base_config
@@ -45,7 +46,7 @@ def test_exit_status_is_7():
         [sys.executable, "-m", "moe", "--check", "tokens=1000000000"],
         capture_output=True,
         text=True,
-        env=os.environ | {"PYTHONPATH": os.getcwd()},
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)},
         check=False,
     )
     assert result.returncode == 7

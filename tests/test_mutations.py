@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import faults_below  # noqa: F401  enters its faults in FAULTS
+import faults_counting  # noqa: F401  likewise
 import pytest
 from faults import EVERY, FAULTS, Fault, mask_choices
 from run_configs import base_config
@@ -59,9 +60,9 @@ CASES = [(name, dispatcher) for name, fault in FAULTS.items() for dispatcher in 
 CONTROL_CASES = [(name, dispatcher) for name in CONTROLS for dispatcher in EVERY]
 
 
-def run_cases(world, cases):
+def run_cases(world, configs, cases):
     """On every rank: each case's error, or its record. The patches are gone after each case."""
-    configs, ends = run_configs(), {}
+    ends = {}
     for case in cases:
         name, dispatcher = case
         fault = (FAULTS | CONTROLS)[name]
@@ -88,7 +89,12 @@ def ends():
     """By case: the record of a run, or the errors of all ranks."""
     cases = CONTROL_CASES + CASES
     by_rank = run_ranks(
-        run_cases, WORLD_SIZE, cases, preload=["moe.judge", "test_mutations"], timeout_s=30
+        run_cases,
+        WORLD_SIZE,
+        run_configs(),
+        cases,
+        preload=["moe.judge", "test_mutations"],
+        timeout_s=30,
     )
     return {
         case: by_rank[0][case]

@@ -136,7 +136,10 @@ def test_uniform_routing_lies_within(dispatcher: str, tokens: int) -> None:
     assert verdict.state is State.WITHIN
     # 3 layers and their sum, 4 scopes
     assert verdict.bound == pytest.approx(NormalDist().inv_cdf(1 - FALSE_ALARM / 32))
-    assert "worst of 16 tests" in verdict.reason
+    assert verdict.reason.startswith("worst of 16 sums (")
+    assert f"all but 1 of 10,000 faultless runs keep every |z| <= {verdict.bound:.2f}" in (
+        verdict.reason
+    )
     few, many = "exact tail", "normal"
     assert ({2: few, 400: many}.get(tokens) or few) in verdict.reason
     assert {2: many, 400: few}.get(tokens, "!") not in verdict.reason
@@ -148,7 +151,7 @@ def test_a_row_in_twenty_too_many_lies_outside() -> None:
     forged = replace(traffic, bytes=traffic.bytes + traffic.bytes // 20)
     verdict = expected_verdict(forged, tiers, expected)
     assert verdict.state is State.OUTSIDE
-    assert verdict.reason.startswith("worst of 16 tests (16 normal): all layers, remote, z = +")
+    assert verdict.reason.startswith("worst of 16 sums (16 normal): all layers, network, z = +")
     assert verdict.measured is not None and verdict.predicted is not None
     assert verdict.measured > verdict.predicted
 
@@ -169,7 +172,7 @@ def test_rare_events_use_the_exact_tail() -> None:
     verdict = expected_verdict(traffic, tiers, expected)
     assert verdict.state is State.WITHIN
     # no node but one: two tiers and their sum in one layer, between nodes equality
-    assert "worst of 4 tests (3 exact tail, 1 equality)" in verdict.reason
+    assert "worst of 4 sums (3 exact tail, 1 equality)" in verdict.reason
     impossible = with_cell(traffic, "bytes", (0, 1, 0, 5, 0, 1), 6 * 2 * 2 * WIDTH)
     assert expected_verdict(impossible, tiers, expected).state is State.OUTSIDE
 
@@ -178,15 +181,32 @@ def test_a_law_without_freedom_means_equality() -> None:
     traffic, _, tiers, expected = run(4, "allgather")
     verdict = expected_verdict(traffic, tiers, expected)
     assert (verdict.state, verdict.bound) == (State.EXACT, 0)
-    assert "16 equality" in verdict.reason
+    assert verdict.reason == "all 16 sums equal the law, which leaves no freedom"
     off_by_one = with_cell(traffic, "bytes", (2, 1, 0, 5, 0, 5), 1)
     verdict = expected_verdict(off_by_one, tiers, expected)
     assert verdict.state is State.OUTSIDE
-    assert "layer 2, scale_out" in verdict.reason
+    counted = int(traffic.bytes[2, 1][..., tiers == 2].sum())
+    assert verdict.reason == (
+        f"worst of 16 sums (16 equality): layer 2, between nodes, counted {counted + 1:,} B,"
+        f" expected {counted:,} B, and here the law leaves no freedom"
+    )
     alone = run(5, world_size=1)
     assert expected_verdict(alone[0], *alone[2:]).state is State.EXACT
     idle = run(5, tokens=0)
     assert expected_verdict(idle[0], *idle[2:]).state is State.EXACT
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "words"), [(0, 0, "self"), (0, 1, "inside node"), (0, 5, "network")]
+)
+def test_reasons_name_places_in_the_words_of_the_page(src: int, dst: int, words: str) -> None:
+    traffic, _, tiers, expected = run(6, tokens=400)
+    forged = with_cell(traffic, "bytes", (0, 1, 1, 5, src, dst), 10**6)
+    verdict = expected_verdict(forged, tiers, expected)
+    assert verdict.state is State.OUTSIDE
+    assert f": layer 0, {words}, z = +" in verdict.reason
+    for machine_name in ("scale_up", "scale_out", "remote"):
+        assert machine_name not in verdict.reason
 
 
 def test_false_alarms_are_rare() -> None:

@@ -11,7 +11,7 @@ from comm.report.units import format_bytes, format_count, format_seconds
 Record = Mapping[str, Any]
 
 LABEL = 15  # width of the labels' column, indent included
-STATE = 17  # the same where the label is a verdict's state
+MARK = "! "  # stands before a verdict that fails, in the place of the indent
 STATE_STYLES = {
     "EXACT": "bold green",
     "WITHIN": "bold green",
@@ -24,6 +24,7 @@ STATUS_WORDS = {
     4: "OUTPUTS DIFFER from the reference",
     5: "THE KERNEL'S COUNTERS do not reconcile with the counted bytes",
 }
+MUCH_METADATA = 1.1  # bytes for each byte of payload from which the headline line mentions it
 COMPARISONS = {
     "exact": "bytes counted against bytes computed from the recorded routing",
     "conserved": "bytes and rows sent against those received and returned",
@@ -51,26 +52,44 @@ def manifest(record: Record, width: int) -> list[Line]:
         "software": f"torch {about['torch']}, backend {about['backend']} on {about['device']},"
         f" python {about['python']}, {format_count(len(about['hosts']), 'host')}",
     }
+    return first_line(about, "", width) + labelled_facts(facts, width)
+
+
+def first_line(about: Mapping[str, Any], job: str, width: int) -> list[Line]:
+    """Program and version, and when it ran from which commit."""
+    name = f"WideEP {about['version']}{job}"
     commit = f"commit {about['commit'][:12]}, " if about["commit"] else ""
     when = f"started {about['started']}, {format_seconds(about['seconds'])}"
-    lines = labelled(f"WideEP {about['version']}", commit + when, width, LABEL, "bold")
-    for label, text in facts.items():
-        lines += labelled(f"  {label}", text, width, LABEL)
-    return lines
+    return labelled(name, commit + when, width, max(LABEL, len(name) + 3), "bold")
+
+
+def labelled_facts(facts: Mapping[str, str], width: int) -> list[Line]:
+    """A label and its text, for each; indented."""
+    return [
+        part for label, text in facts.items() for part in labelled(f"  {label}", text, width, LABEL)
+    ]
 
 
 def answer(record: Record, width: int) -> list[Line]:
-    """The verdicts, state first, and whether the headline formula tells the truth."""
+    """The verdicts, and whether the headline formula tells the truth."""
     lines = title("ANSWER", f"{_status_words(record)} (status {record['status']})", width)
-    for verdict in record["verdicts"]:
-        state, name = verdict["state"], verdict["name"]
-        text = f"{COMPARISONS.get(name, name)}: {verdict['reason']}"
-        lines += labelled(
-            f"  {state.replace('_', ' ')}", text, width, STATE, STATE_STYLES.get(state, "")
-        )
-    lines += labelled("  HEADLINE", _headline(record), width, STATE, "bold")
+    lines += _verdicts(record["verdicts"], width)
+    lines += labelled("  HEADLINE", _headline(record), width, LABEL, "bold")
     if record["full_scale"]:
-        lines += labelled("  FULL SIZE", _full_size(record["full_scale"]), width, STATE, "bold")
+        lines += labelled("  FULL SIZE", _full_size(record["full_scale"]), width, LABEL, "bold")
+    return lines
+
+
+def _verdicts(verdicts: Sequence[Mapping[str, Any]], width: int) -> list[Line]:
+    """Name, state and reason of each; one that fails has a mark before it."""
+    states = [verdict["state"].replace("_", " ") for verdict in verdicts]
+    column = LABEL + max(map(len, [*states, "OUTSIDE"])) + 2
+    lines = []
+    for verdict, state in zip(verdicts, states, strict=True):
+        name, style = verdict["name"], STATE_STYLES.get(verdict["state"], "")
+        mark = MARK if state == "OUTSIDE" else "  "
+        text = f"{COMPARISONS.get(name, name)}: {verdict['reason']}"
+        lines += labelled(f"{mark + name:<{LABEL}}{state}", text, width, column, style)
     return lines
 
 
@@ -108,17 +127,34 @@ def _headline(record: Record) -> str:
     return (
         f"{figures['formula']} = {format_bytes(figures['headline_bytes'])} for"
         f" {format_count(about['shape']['num_moe_layers'], 'layer')} and"
-        f" {format_count(about['steps'], 'step')}; dispatch put"
+        f" {format_count(about['steps'], 'step')}, one way; dispatch put"
         f" {format_bytes(figures['measured_bytes'])} on the network: {truth(figures)}"
+        + _reduced_width(record)
     )
 
 
+def _reduced_width(record: Record) -> str:
+    """A warning where metadata counts for more than it would beside rows of full width."""
+    about = record["manifest"]
+    run, full = (
+        shape["latent_size"] or shape["hidden_size"]
+        for shape in (about["shape"], about["full_shape"])
+    )
+    factors = {factor["name"]: factor["value"] for factor in record["headline"]["factors"]}
+    if run >= full or factors.get("metadata", 1) < MUCH_METADATA:
+        return ""
+    return "; metadata (ids, weights, counts) weighs more at this reduced width than at full size"
+
+
 def _full_size(full: Mapping[str, Any]) -> str:
+    network = full["forward_pass"]["network_bytes"]
+    formula = full["rounds"] * full["headline_bytes"]
+    ratio = f", {formula / network:.2f} times as much" if network else ""
     return (
         f"so routed, one token of {full['model']} puts"
-        f" {format_bytes(full['forward_pass']['network_bytes'])} on the network in a forward"
+        f" {format_bytes(network)} on the network in a forward"
         f" pass ({full['num_moe_layers']} MoE layers, {full['rounds']} rounds); the formula"
-        f" says {format_bytes(full['rounds'] * full['headline_bytes'])}"
+        f" says {format_bytes(formula)} there and back{ratio}"
     )
 
 

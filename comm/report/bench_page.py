@@ -8,12 +8,23 @@ from typing import Any
 
 import numpy as np
 
-from comm.report.layout import Line, line, paragraph, title
+from comm.report.answer import LABEL, first_line, labelled_facts
+from comm.report.layout import Line, labelled, line, paragraph, title
 from comm.report.load import bandwidths
 from comm.report.ratios import CONFIDENCE, paired_ratio
-from comm.report.units import format_bytes, format_seconds
+from comm.report.units import format_bytes, format_count, format_seconds
 
 SCHEMA = "wideep.bench/1"
+HEADER = (  # above the rows of a case
+    f"  {'':<24}{'':>10}{'':>22}{'':>13}   {' GB/s '.center(22, '-')}",
+    f"  {'':<24}{'time':>10}{'x raw K copies':>22}{'x raw dedup':>13}"
+    f"{'algbw':>9}{'busbw':>8}{'wirebw':>8}",
+)
+NOTES = {
+    "brackets": f"{CONFIDENCE:.0%} interval; 1 alone is a contender over itself",
+    "bandwidth": "algbw: bytes a rank sends, its own included, over the time; busbw: that x"
+    " (R-1)/R; wirebw: network bytes of the busiest rank, in or out, over the time",
+}
 METERING_MIN_BYTES = 8 << 20  # payload a rank and way; below, no paired median resolves a percent
 
 
@@ -89,47 +100,44 @@ def _metering(
 
 
 def bench_page(record: Mapping[str, Any], width: int) -> list[Line]:
-    """Every case, then the figures to quote."""
-    manifest = record["manifest"]
-    lines = [
-        line(
-            f"wideep {manifest['version']} bench   torch {manifest['torch']},"
-            f" {manifest['backend']}, {manifest['world_size']} ranks,"
-            f" {manifest['num_experts']} experts, top-{manifest['top_k']}, identity experts"
-        )
+    """What ran, every case, the figures to quote, and where the record is."""
+    about, cases = record["manifest"], record["cases"]
+    remark = f"dispatch + combine, slowest rank, median of {about['iterations']} iterations"
+    return [
+        *first_line(about, " bench", width),
+        *labelled_facts(_facts(about), width),
+        *title("CASES", remark, width),
+        *(part for case in cases for part in _case_lines(case)),
+        *title("GEOMETRIC MEAN", f"over {format_count(len(cases), 'case')}", width),
+        *(_mean_line(name, ratios) for name, ratios in record["geometric_mean"].items()),
+        *paragraph(_metering_words(record["metering"]), width),
+        *labelled_facts(NOTES, width),
+        line(),
+        *labelled("RESULTS", record["result_dir"], width, LABEL, "bold"),
+        *labelled("", "bench.json: every time of every contender", width, LABEL),
     ]
-    lines += title("CASES", "dispatch + combine, slowest rank, median of iterations", width)
-    head = f"  {'':<24}{'time':>10}{'x raw K copies':>22}{'x raw dedup':>13}"
-    head += f"{'algbw':>9}{'busbw':>8}{'wirebw':>8}"
-    for case in record["cases"]:
-        per_rank = case["methods"][0]["sent_bytes"] / manifest["world_size"]
-        lines.append(line())
-        lines.append(
-            line(
-                f"  {case['tokens']} tokens x {case['width']} x {case['dtype']}:"
-                f" {format_bytes(per_rank)} a rank in K copies, out and back; GB/s",
-                "bold",
-            )
-        )
-        lines.append(line(head))
-        lines += [line(_method(method)) for method in case["methods"]]
-    lines += title("GEOMETRIC MEAN", f"over {len(record['cases'])} cases", width)
-    for name, ratios in record["geometric_mean"].items():
-        copies, dedup = ratios["over_raw_copies"], ratios["over_raw_dedup"]
-        lines.append(
-            line(
-                f"  {name:<24}{_interval(copies):>32} x raw K copies"
-                f"{dedup['value']:>10.2f} x raw dedup"
-            )
-        )
-    lines += _metering_lines(record["metering"], width)
-    lines += paragraph(
-        f"Square brackets: {CONFIDENCE:.0%} interval. algbw: bytes a rank sends, its own included,"
-        " over the time; busbw: that x (R-1)/R; wirebw: bytes off the diagonal of the busiest"
-        " rank over the time.",
-        width,
-    )
-    return lines
+
+
+def _facts(about: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        "experts": f"{about['num_experts']} of {about['model']}, top-{about['top_k']};"
+        " they return what they get",
+        "ranks": f"EP {about['world_size']}; seed {about['seed']}",
+        "raw": "bare all-to-all; K copies: a row a (token, expert), deduplicated: a (token, rank)",
+        "software": f"torch {about['torch']}, backend {about['backend']} on {about['device']}",
+    }
+
+
+def _case_lines(case: Mapping[str, Any]) -> list[Line]:
+    """An empty line, what is sent, the header, and a row for each contender."""
+    per_rank = format_bytes(case["methods"][0]["sent_bytes"] / case["world_size"])
+    what = f"{case['tokens']} tokens x {case['width']} x {case['dtype']}"
+    return [
+        line(),
+        line(f"  {what}: {per_rank} a rank in K copies, out and back", "bold"),
+        *(line(text) for text in HEADER),
+        *(line(_method(method)) for method in case["methods"]),
+    ]
 
 
 def _method(method: Mapping[str, Any]) -> str:
@@ -139,22 +147,32 @@ def _method(method: Mapping[str, Any]) -> str:
     )
     return (
         f"  {method['name']:<24}{format_seconds(method['median_seconds']):>10}"
-        f"{_interval(method['over_raw_copies']):>22}"
-        f"{method['over_raw_dedup']['value']:>13.2f}{bandwidth}"
+        f"{_interval(method['over_raw_copies']):>22}{_value(method['over_raw_dedup']):>13}{bandwidth}"
     )
 
 
+def _mean_line(name: str, ratios: Mapping[str, Mapping[str, float]]) -> Line:
+    copies, dedup = _interval(ratios["over_raw_copies"]), _value(ratios["over_raw_dedup"])
+    return line(f"  {name:<24}{copies:>32} x raw K copies{dedup:>10} x raw dedup")
+
+
+def _value(ratio: Mapping[str, float]) -> str:
+    """The ratio; "1" for a contender over itself, which is no measurement."""
+    return "1" if ratio["low"] == ratio["high"] == 1 else f"{ratio['value']:.2f}"
+
+
 def _interval(ratio: Mapping[str, float]) -> str:
-    return f"{ratio['value']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]"
+    """The ratio and its interval; "1" alone for a contender over itself."""
+    value = _value(ratio)
+    return value if value == "1" else f"{value} [{ratio['low']:.2f}, {ratio['high']:.2f}]"
 
 
-def _metering_lines(metering: Mapping[str, Any] | None, width: int) -> list[Line]:
+def _metering_words(metering: Mapping[str, Any] | None) -> str:
     if metering is None:
-        return paragraph("Cost of metering: no case moves 8 MiB a rank, too little to tell.", width)
+        return "Cost of metering: no case moves 8 MiB a rank, too little to tell"
     ratio = metering["over_unmetered"]
     cost, low, high = (100 * (ratio[key] - 1) for key in ("value", "low", "high"))
-    return paragraph(
+    return (
         f"Cost of metering {metering['dispatcher']}: {cost:+.1f} % [{low:+.1f}, {high:+.1f}] over"
-        f" {metering['cases']} cases of at least 8 MiB a rank.",
-        width,
+        f" {format_count(metering['cases'], 'case')} of at least 8 MiB a rank"
     )

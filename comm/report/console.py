@@ -11,6 +11,7 @@ RESULTS    the folder
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, TextIO
@@ -56,9 +57,14 @@ def print_lines(
     """Print styled lines to `file` (standard output).
 
     color: None leaves it to the terminal and NO_COLOR; a pipe gets plain text
+    A reader that closes the pipe early has seen what it wanted: that is no error.
     """
-    from rich.console import Console
+    from rich.console import Console as RichConsole
     from rich.text import Text
+
+    class Console(RichConsole):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # rich itself would end the process
 
     file = sys.stdout if file is None else file
     console = Console(
@@ -69,12 +75,16 @@ def print_lines(
         no_color=None if color is None else not color,
     )
     encoding = getattr(file, "encoding", None) or "utf-8"
-    for spans in lines:
-        if not console.is_terminal:
-            spans = ((plain_text(spans), ""),)
-        # A path may hold letters that the terminal's encoding has not.
-        parts = [
-            (text.encode(encoding, "backslashreplace").decode(encoding), style)
-            for text, style in spans
-        ]
-        console.print(Text.assemble(*parts), soft_wrap=True)
+    try:
+        for spans in lines:
+            if not console.is_terminal:
+                spans = ((plain_text(spans), ""),)
+            # A path may hold letters that the terminal's encoding has not.
+            parts = [
+                (text.encode(encoding, "backslashreplace").decode(encoding), style)
+                for text, style in spans
+            ]
+            console.print(Text.assemble(*parts), soft_wrap=True)
+    except BrokenPipeError:
+        # What Python flushes at its end must not fail either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())

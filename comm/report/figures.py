@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from comm.report.answer import LABEL, Record, truth
+from comm.report.answer import LABEL, Record, labelled_facts, truth
 from comm.report.layout import Line, labelled, paragraph, table, title
-from comm.report.table_rows import folded_layers, shown_tiers
+from comm.report.table_rows import TIER_WORDS, folded_layers, shown_tiers
 from comm.report.units import format_bytes, format_count, format_seconds, format_significant
 
 NOTES_ON_TIERS = {
@@ -16,6 +16,7 @@ NOTES_ON_TIERS = {
     ("self", "scale_up"): "one node: nothing goes between nodes",
     ("self", "scale_out"): "every rank is a node: nothing stays inside one",
 }
+FACTOR_NAMES = {"remote_share": "network share"}  # where the page's word is not the record's
 FACTOR_WORDS = {
     "remote_share": "choices of an expert on another rank",
     "rows_per_copy": "rows sent for each such choice; below 1 is deduplication",
@@ -32,37 +33,37 @@ def table_notes(record: Record, width: int) -> list[Line]:
     about, totals = record["manifest"], record["totals"]
     tiers = shown_tiers(record)
     network = totals["tiers"]["network"]
-    parts = "inside node + between nodes" if len(tiers) == 3 else "all but self"
-    notes = [
-        (
-            "network",
-            f"{format_bytes(network['measured_bytes'])} ({parts}):"
-            f" {format_bytes(totals['network_payload_bytes'])} payload (hidden, scales),"
-            f" {format_bytes(totals['network_metadata_bytes'])} metadata (ids, weights,"
-            " counts)",
-        ),
-        ("rows", "hidden states sent, those that stay on their rank (self) included; - is none"),
-        ("bytes", "by kind and by place are the same bytes; either sum is exact where diff. is 0"),
-        (
-            "z",
-            "network bytes, in standard deviations from the law of the"
-            f" {about['router']} router"
-            + ("; = is no spread, and equal" if network["z"] is None else "")
-            if network["expected_bytes"] is not None
-            else f"none: the {about['router']} router follows no law",
-        ),
-    ]
+    parts = " (inside node + between nodes)" if len(tiers) == 3 else ""
+    notes = {
+        "network": f"{format_bytes(network['measured_bytes'])}, all that leaves a rank{parts}:"
+        f" {format_bytes(totals['network_payload_bytes'])} payload (hidden, scales),"
+        f" {format_bytes(totals['network_metadata_bytes'])} metadata (ids, weights, counts)",
+        "rows": "hidden states sent, those that stay on their rank (self) included; - is none",
+        "bytes": "by kind and by place are the same bytes; either sum is exact where diff. is 0",
+        "z": _legend_of_z(about["router"], network),
+    }
     if note := NOTES_ON_TIERS.get(tuple(tiers)):
-        notes.append(("place", note))
+        notes["place"] = note
     if folded := folded_layers(record):
-        notes.append(("folded", _folded(record, folded)))
-    return [part for label, text in notes for part in labelled(f"  {label}", text, width, LABEL)]
+        notes["folded"] = _folded(record, folded)
+    return labelled_facts(notes, width)
+
+
+def _legend_of_z(router: str, network: Mapping[str, Any]) -> str:
+    if network["expected_bytes"] is None:
+        return f"none: the {router} router follows no law"
+    note = (
+        "= is no spread, and equal"
+        if network["z"] is None
+        else "dispatch and combine of a layer move the same rows, so they share one z"
+    )
+    return f"network bytes, in standard deviations from the law of the {router} router; {note}"
 
 
 def headline(record: Record, width: int) -> list[Line]:
     """The formula and, factor by factor, the way from it to what was counted."""
     figures = record["headline"]
-    remark = f"{figures['formula']} against what dispatch put on the network"
+    remark = f"{figures['formula']} against what dispatch, one way, put on the network"
     lines = title("HEADLINE", remark, width)
     if figures["ratio"] is None:
         return lines + paragraph("no tokens: nothing to compare", width)
@@ -75,7 +76,7 @@ def headline(record: Record, width: int) -> list[Line]:
     for factor, product in zip(figures["factors"], itertools.islice(so_far, 1, None), strict=True):
         rows.append(
             (
-                factor["name"].replace("_", " "),
+                FACTOR_NAMES.get(factor["name"], factor["name"].replace("_", " ")),
                 f"x {factor['value']:.4f}",
                 format_bytes(round(product * figures["headline_bytes"])),
                 FACTOR_WORDS.get(factor["name"], ""),
@@ -106,11 +107,10 @@ def full_scale(record: Record, width: int) -> list[Line]:
         f" {full['payload_width']} values a row, {wire}",
         width,
     )
-    names = {"scale_up": "inside node", "scale_out": "between nodes"}
-    tiers = [tier for tier in shown_tiers(record) if tier in names]
+    tiers = [tier for tier in shown_tiers(record) if tier != "self"]
     tiers = tiers if len(tiers) == 2 else []  # one alone is the same as the network column
     parts = (*tiers, "payload", "metadata", "network")
-    header = ["", "rows", *(names.get(part, part) for part in parts), "headline"]
+    header = ["", "rows", *(TIER_WORDS.get(part, part) for part in parts), "headline"]
     rows = []
     for phase, figures in full["phases"].items():
         sent = figures["rows"]["scale_up"] + figures["rows"]["scale_out"]

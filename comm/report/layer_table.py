@@ -1,11 +1,13 @@
 """The table by layer and phase.
 
-Bytes share one unit, the finest that fits the page, so that columns compare and add up.
+Bytes share one unit, so that columns compare and add up. What a layer moves decides it, so that
+two runs of alike size have it in common.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 from comm.report.layout import Line, align, column_widths, line
 from comm.report.table_rows import (
     KIND_COLUMNS,
-    TIER_COLUMNS,
+    TIER_WORDS,
     Row,
     body_rows,
     shown_tiers,
@@ -23,10 +25,11 @@ from comm.report.units import BYTE_UNITS, COUNT_UNITS, format_bytes, format_fixe
 
 MAX_DIFFERENCE = 9  # a longer one is rounded and carries its unit
 LEFT = 2  # columns aligned to the left: layer and phase
-GAPS = ((2, 3), (1, 3), (1, 2))  # blanks between columns: inside a group, between groups
-# Common units to try, finest first: (power of 1000, decimals).
-Unit = tuple[int, int]
-UNITS: tuple[Unit, ...] = ((0, 0), *itertools.product(range(1, 7), (2, 1, 0)))
+GAPS = ((2, 3), (1, 3), (1, 2), (1, 1))  # blanks between columns: inside a group, between groups
+NARROWEST = 90  # below this the reader chose the width; the table does not fit it
+UNIT_LIMIT = 10_000  # a layer moves fewer of the table's unit than this
+BY_KIND = "{unit}, by kind"  # group of columns
+Unit = tuple[int, int]  # power of 1000, decimals
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,9 @@ class Column:
 def layer_table(record: Mapping[str, Any], width: int) -> list[Line]:
     """The table in at most `width` columns."""
     body, totals = body_rows(record), total_rows(record)
-    columns = _columns(record, [*body, *totals])
-    for unit, (inner, outer) in itertools.product(UNITS, GAPS):
+    every = _columns(record, [*body, *totals])
+    sent = [column for column in every if not _unsent(column, totals[-1])]
+    for columns, unit, (inner, outer) in itertools.product((every, sent), _units(record), GAPS):
         grid = [[column.cell(row, unit) for column in columns] for row in (*body, *totals)]
         header = _header(columns, BYTE_UNITS[unit[0]])
         widths = column_widths([*header, *grid])
@@ -55,7 +59,28 @@ def layer_table(record: Mapping[str, Any], width: int) -> list[Line]:
             head = [groups, *(align(cells, widths, gaps, LEFT) for cells in header)]
             lines = [align(cells, widths, gaps, LEFT) for cells in grid]
             return _draw(head, lines, [*body, *totals], len(totals), gaps[0])
-    raise ValueError(f"width={width} is too narrow for the table; it needs about 100")
+    if width < NARROWEST:
+        raise ValueError(f"width={width} is too narrow for the table; it needs about {NARROWEST}")
+    return layer_table(record, width + 10)  # rather too wide than no page for a run that went wrong
+
+
+def _units(record: Mapping[str, Any]) -> list[Unit]:
+    """Common units to try: the one that suits a layer, with ever fewer decimals, then coarser ones.
+
+    Bytes only where every figure is below UNIT_LIMIT of them.
+    """
+    layers: Counter[int] = Counter()
+    for entry in record["layers"]:
+        layers[entry["layer"]] += sum(cell["measured_bytes"] for cell in entry["cells"])
+    most, coarsest = max(layers.values()), len(BYTE_UNITS) - 1
+    first = next((u for u in range(1, coarsest) if most < UNIT_LIMIT * 1000**u), coarsest)
+    units = list(itertools.product(range(first, coarsest + 1), (2, 1, 0)))
+    return [(0, 0), *units] if record["totals"]["measured_bytes"] < UNIT_LIMIT else units
+
+
+def _unsent(column: Column, total: Row) -> bool:
+    """Whether it is the column of a kind of which nothing was sent."""
+    return column.group == BY_KIND and column.cell(total, (0, 0)) == "-"
 
 
 def _columns(record: Mapping[str, Any], rows: Sequence[Row]) -> list[Column]:
@@ -69,8 +94,8 @@ def _columns(record: Mapping[str, Any], rows: Sequence[Row]) -> list[Column]:
     ]
     for name in KIND_COLUMNS:
         if name != "padding" or any(row.kinds[name] for row in rows):
-            columns.append(Column("{unit}, by kind", _two_lines(name), _kind_cell(name)))
-    for name, tier in TIER_COLUMNS.items():
+            columns.append(Column(BY_KIND, _two_lines(name), _kind_cell(name)))
+    for tier, name in TIER_WORDS.items():
         if tier in shown_tiers(record):
             columns.append(Column("{unit}, by place", _two_lines(name), _tier_cell(tier)))
     return columns + [

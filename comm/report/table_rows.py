@@ -18,7 +18,7 @@ KIND_COLUMNS = {
     "counts": ("counts",),
     "padding": ("padding",),
 }
-TIER_COLUMNS = {"self": "self", "inside node": "scale_up", "between nodes": "scale_out"}
+TIER_WORDS = {"self": "self", "scale_up": "inside node", "scale_out": "between nodes"}
 MAX_LAYERS = 8  # more are folded
 EDGE_LAYERS = 2  # kept at each end of a fold
 MAX_EXCEPTIONS = 6  # layers kept inside a fold because they differ
@@ -97,7 +97,7 @@ def shown_tiers(record: Mapping[str, Any]) -> list[str]:
         "scale_up": len(set(nodes)) < len(nodes),
         "scale_out": len(set(nodes)) > 1,
     }
-    return [tier for tier in TIER_COLUMNS.values() if there[tier]]
+    return [tier for tier in TIER_WORDS if there[tier]]
 
 
 def folded_layers(record: Mapping[str, Any]) -> list[int]:
@@ -114,13 +114,13 @@ def folded_layers(record: Mapping[str, Any]) -> list[int]:
 def _row(layer: str, entries: Sequence[Mapping[str, Any]]) -> Row:
     """Entries of `layers`, summed."""
     cells = [cell for entry in entries for cell in entry["cells"]]
-    backward = "backward " if entries[0]["direction"] == "backward" else ""
+    backward = "back " if entries[0]["direction"] == "backward" else ""
     return Row(
         layer=layer,
         phase=backward + entries[0]["phase"],
         rows=sum(sum(entry["rows"].values()) for entry in entries),
         kinds={name: _sum(cells, "kind", kinds) for name, kinds in KIND_COLUMNS.items()},
-        tiers={tier: _sum(cells, "tier", (tier,)) for tier in TIER_COLUMNS.values()},
+        tiers={tier: _sum(cells, "tier", (tier,)) for tier in TIER_WORDS},
         exact=_sum_known(cell["exact_bytes"] for cell in cells),
         differing=_sum_known(entry["differing_bytes"] for entry in entries),
         z=format_z(entries[0]["network"]) if len(entries) == 1 else "",

@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import json
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from comm.world import World
 from moe.jobs import ranks
 from moe.settings import Config
+
+if TYPE_CHECKING:  # the process that starts the ranks has no need of torch
+    from comm.world import World
 
 
 def launch(config: Config) -> int:
@@ -27,7 +29,7 @@ def run_rank(config: Config) -> int:
 def bench(world: World, config: Config) -> int:
     """The whole job on one rank; a collective."""
     from comm.report.bench_page import bench_page, bench_record
-    from comm.report.console import print_lines
+    from comm.report.console import WIDTH, print_lines
     from comm.report.progress import progress
     from comm.report.store import make_result_dir, write_whole
     from moe.contest import UNMETERED, Case
@@ -43,13 +45,14 @@ def bench(world: World, config: Config) -> int:
     if world.rank != 0:
         return 0
     first = options.dispatchers[0]
-    record = bench_record(
+    measured = bench_record(
         _manifest(world, config, started), records, first, f"{first}, {UNMETERED}"
     )
     folder = make_result_dir(config.output_dir, config.model.name, "bench")
-    text = json.dumps({**record, "result_dir": str(folder)}, indent=1)
+    record = {**measured, "result_dir": str(folder)}
+    text = json.dumps(record, indent=1)
     write_whole(folder / "bench.json", lambda file: file.write(f"{text}\n".encode()))
-    print_lines([*bench_page(record, 100), ((f"  results in {folder}", ""),)])
+    print_lines(bench_page(record, WIDTH))
     return 0
 
 

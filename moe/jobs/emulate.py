@@ -6,17 +6,25 @@ rank 0                         +--> judge -> files -> page
 
 from __future__ import annotations
 
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
-from comm.world import World
 from moe.jobs import ranks
-from moe.settings import Config
+from moe.settings import Config, ConfigError
+
+if TYPE_CHECKING:  # the process that starts the ranks has no need of torch
+    from comm.world import World
 
 
 def launch(config: Config) -> int:
     """Start the ranks on this machine; the exit status of the run."""
-    return ranks.launch(emulate, config)
+    folder = _result_dir(config)
+    status = ranks.launch(emulate, config, folder)
+    if status == ranks.RANK_FAILED:
+        print(f"wideep: what was counted until then is kept in {folder}", file=sys.stderr)
+    return status
 
 
 def run_rank(config: Config) -> int:
@@ -24,11 +32,23 @@ def run_rank(config: Config) -> int:
     return ranks.run_rank(emulate, config)
 
 
-def emulate(world: World, config: Config) -> int:
-    """The whole job on one rank; a collective."""
+def _result_dir(config: Config) -> Path:
+    from comm.report.store import make_result_dir
+
+    try:
+        return make_result_dir(config.output_dir, config.model.name, config.dispatcher.name)
+    except ValueError as error:  # someone else took the name since it was checked
+        raise ConfigError(str(error)) from error
+
+
+def emulate(world: World, config: Config, folder: Path | None = None) -> int:
+    """The whole job on one rank; a collective.
+
+    folder: of the results; None: rank 0 makes it
+    """
     from comm.report.console import render
     from comm.report.progress import progress
-    from comm.report.store import make_result_dir, write_result
+    from comm.report.store import write_result
     from moe.judge import judge, routing_file
     from moe.manifest import gather_hosts, manifest
     from moe.measure import measure
@@ -36,12 +56,8 @@ def emulate(world: World, config: Config) -> int:
 
     started = datetime.now(UTC)
     plan = make_plan(config, world)
-    folder = world.share(
-        make_result_dir(config.output_dir, config.model.name, config.dispatcher.name)
-        if world.rank == 0
-        else None
-    )
-    assert isinstance(folder, Path)
+    if folder is None:
+        folder = cast(Path, world.share(_result_dir(config) if world.rank == 0 else None))
     hosts = gather_hosts(world)
     forward_passes = config.warmup + config.steps
     layers_to_run = plan.num_layers * (forward_passes + int(config.reference))

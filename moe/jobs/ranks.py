@@ -34,8 +34,8 @@ def launch(body: Callable[..., int], config: Config, *args: Any) -> int:
             timeout_s=config.timeout_s,
         )
     except RankFailure as failure:
-        print(failure.guilty.details, end="", file=sys.stderr)
         print(f"wideep: {failure}", file=sys.stderr)
+        print(failure.guilty.details, end="", file=sys.stderr)
         return RANK_FAILED
     return statuses[0]
 
@@ -61,11 +61,12 @@ def run_rank(body: Callable[..., int], config: Config, *args: Any) -> int:
         )
         return body(world, config, *args)
     except Exception as error:  # whatever it was, it must be told with the rank's number
-        if is_consequence(error):
+        consequence = is_consequence(error)
+        if consequence:
             time.sleep(GRACE_S)
-        else:
-            traceback.print_exc()
         print(f"wideep: rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)
+        if not consequence:
+            traceback.print_exc()
         return RANK_FAILED
     finally:
         with contextlib.suppress(Exception):
