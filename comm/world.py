@@ -42,6 +42,14 @@ class World:
         dist.gather_object(value, values if self.rank == 0 else None, dst=0)
         return values
 
+    def all_digests(self, text: str) -> list[int]:
+        """A number for each rank, in rank order: equal numbers, equal texts. On every rank."""
+        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+        mine = torch.tensor([digest], dtype=torch.int64, device=self.device)
+        every = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(every, mine)
+        return [int(value) for value in every]
+
     def share(self, value: object) -> object:
         """Rank 0's value on every rank."""
         box = [value]
@@ -130,12 +138,7 @@ def gather_topology(
     """
     if node_of_rank is not None:
         return Topology(tuple(node_of_rank))
-    report = own_node(world, ranks_per_node, environ)
-    digest = int.from_bytes(hashlib.sha256(report.encode()).digest()[:7], "big")
-    mine = torch.tensor([digest], dtype=torch.int64, device=world.device)
-    reports = [torch.empty_like(mine) for _ in range(world.world_size)]
-    dist.all_gather(reports, mine)
-    seen = [int(value) for value in reports]
+    seen = world.all_digests(own_node(world, ranks_per_node, environ))
     names = {value: node for node, value in enumerate(dict.fromkeys(seen))}
     return Topology(tuple(names[value] for value in seen))
 

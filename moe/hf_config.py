@@ -129,7 +129,7 @@ def _text_config(config: dict[str, Any], file: Path) -> dict[str, Any]:
                 f"model.path={file} is not a mixture-of-experts model: none of "
                 f"{', '.join(SPELLINGS['num_experts'])} is set (also not in {', '.join(_NESTED)})"
             )
-        level = inner
+        level = {"model_type": level.get("model_type", "unknown"), **inner}
 
 
 class _Reader:

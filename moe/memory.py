@@ -42,7 +42,10 @@ def rank_bytes(config: Config) -> int:
     tokens = sum(config.tokens_per_rank)
     rows = -(-tokens * shape.top_k // config.world_size)
     widest = max(shape.payload_width, 2 * shape.intermediate_size)
-    return RANK_BYTES + weights + ROW_COPIES * rows * widest * size
+    in_flight = ROW_COPIES * rows * widest * size
+    if config.dispatcher.name == "allgather":  # every token of every rank arrives everywhere
+        in_flight += ROW_COPIES * tokens * shape.payload_width * 4
+    return RANK_BYTES + weights + in_flight
 
 
 def rank_zero_bytes(config: Config) -> int:

@@ -134,6 +134,7 @@ def misuse(world, name):
         (hidden, ids, weights[:2]),
         (hidden, ids + 8, weights),
         (hidden, ids - 2, weights),
+        (hidden, ids.to(torch.uint8), weights),
     ]
     messages = []
     for arguments in wrong:
@@ -142,3 +143,14 @@ def misuse(world, name):
         except ValueError as error:
             messages.append(str(error))
     return messages
+
+
+def same_config(world, configs):
+    """What each rank says when rank r was started with configs[r]."""
+    from moe.jobs.ranks import check_same_config
+
+    try:
+        check_same_config(world, configs[world.rank])
+    except ValueError as error:
+        return str(error)
+    return ""

@@ -90,6 +90,7 @@ def test_wrong_arguments_are_refused_by_name(dispatcher):
         "topk_weights is (2, 2), must be (3, 2)",
         "topk_ids span 8..8; experts are 0..7, and -1 means no expert",
         "topk_ids span -2..-2; experts are 0..7, and -1 means no expert",
+        "topk_ids is torch.uint8, must be torch.int64",
     ]
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import rank_bodies
 from emulate_runs import (
     Runs,
     emulate_named,
@@ -302,3 +304,12 @@ def test_a_folder_that_exists_is_refused_and_left_alone(tmp_path, capsys):
     assert entry.main(["emulate", "ranks=2", f"output_dir={tmp_path}"]) == 2
     assert "exists" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["note"]
+
+
+def test_ranks_that_were_started_differently_are_named():
+    """Other words on another machine: each rank would do as it was told, the record tell of one."""
+    one = base_config(ranks=3)
+    assert run_ranks(rank_bodies.same_config, 3, [one] * 3) == [""] * 3
+    configs = [one, replace(one, output_dir="elsewhere"), replace(one, seed=5)]
+    for said in run_ranks(rank_bodies.same_config, 3, configs):
+        assert said.startswith("rank 2 was started with another configuration than rank 0")

@@ -261,3 +261,16 @@ def test_files_that_are_no_config(tmp_path: Path) -> None:
         file.write_bytes(content)
         with pytest.raises(ValueError, match=message):
             read_hf_config(file)
+
+
+def test_the_family_may_stand_on_the_outer_level_only(tmp_path) -> None:
+    inner = {
+        "hidden_size": 64,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 3,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    }
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "foreign_moe", "text_config": inner}))
+    assert read_hf_config(file)["name"] == "foreign_moe"

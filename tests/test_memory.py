@@ -10,7 +10,7 @@ import pytest
 from run_configs import base_config
 
 from moe.memory import GIB, check_memory, rank_bytes, rank_zero_bytes
-from moe.settings import UnfitError
+from moe.settings import DispatcherConfig, UnfitError
 
 
 def test_a_run_that_cannot_fit_is_refused_in_one_line():
@@ -30,6 +30,8 @@ def test_more_of_anything_needs_more():
         assert rank_bytes(replace(config, **change)) > rank_bytes(config)
     assert rank_zero_bytes(replace(config, reference=False)) < rank_zero_bytes(config)
     assert rank_bytes(replace(config, dtype="bf16")) < rank_bytes(config)
+    everywhere = replace(config, dispatcher=DispatcherConfig("allgather"))
+    assert rank_bytes(everywhere) > rank_bytes(config)
 
 
 def test_weights_are_counted_to_the_byte_of_their_shapes():

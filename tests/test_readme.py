@@ -265,6 +265,7 @@ def test_the_other_answers():
     assert format_bytes(carried()["forward_pass"]["payload_bytes"]) == "8.158 MB"
     for word, part, figure in (
         ("wire.dispatch=mxfp8", "payload", "6.182 MB"),
+        ("wire.dispatch=mxfp8", "network", "6.255 MB"),
         ("topology.ranks_per_node=4", "scale_out", "4.709 MB"),
         ("model=deepseek_v3", "network", "7.717 MB"),
     ):

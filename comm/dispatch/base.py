@@ -151,6 +151,8 @@ class Dispatcher(ABC, Generic[Handle]):
         for name, shape in wanted.items():
             if tuple(given[name].shape) != shape:
                 raise ValueError(f"{name} is {tuple(given[name].shape)}, must be {shape}")
+        if topk_ids.dtype != torch.int64:  # a narrower type may already have wrapped
+            raise ValueError(f"topk_ids is {topk_ids.dtype}, must be torch.int64")
         if not tokens:
             return
         low, high = (int(bound) for bound in torch.aminmax(topk_ids))

@@ -8,10 +8,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from comm.spawn import RankFailure, is_consequence, run_ranks
-from moe.settings import Config
+from moe.settings import Config, ConfigError
+
+if TYPE_CHECKING:
+    from comm.world import World
 
 RANK_FAILED = 6
 USAGE = 2
@@ -40,6 +44,20 @@ def launch(body: Callable[..., int], config: Config, *args: Any) -> int:
     return statuses[0]
 
 
+def check_same_config(world: World, config: Config) -> None:
+    """Raise ConfigError where torchrun was given other words on another machine; a collective.
+
+    Such ranks would each do as they were told, and the record would describe rank 0 alone.
+    """
+    digests = world.all_digests(repr(replace(config, output_dir=None)))
+    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if other is not None:
+        raise ConfigError(
+            f"rank {other} was started with another configuration than rank 0;"
+            " give every machine the same job and keys"
+        )
+
+
 def run_rank(body: Callable[..., int], config: Config, *args: Any) -> int:
     """Be one of torchrun's ranks: meet the others, run body(world, config, *args)."""
     import torch
@@ -59,7 +77,12 @@ def run_rank(body: Callable[..., int], config: Config, *args: Any) -> int:
             backend=config.backend,
             timeout_s=config.timeout_s,
         )
+        check_same_config(world, config)
         return body(world, config, *args)
+    except ConfigError as error:
+        if rank == 0:
+            print(f"wideep: {error}", file=sys.stderr)
+        return USAGE
     except Exception as error:  # whatever it was, it must be told with the rank's number
         consequence = is_consequence(error)
         if consequence:
