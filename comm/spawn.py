@@ -18,8 +18,9 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,7 @@ def run_ranks(
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, *preload])
+    forkserver.ensure_running()  # here, or it would inherit the signals that are held below
     with tempfile.TemporaryDirectory(prefix="wideep-") as folder:
         rendezvous = f"file://{Path(folder) / 'store'}"
         ranks = _Ranks()
@@ -85,12 +87,24 @@ def run_ranks(
                     daemon=True,
                     name=f"rank-{rank}",
                 )
-                process.start()
-                theirs.close()
-                ranks.add(rank, process, ours)
+                with signals_held():  # a rank is either not started or known to `stop`
+                    process.start()
+                    theirs.close()
+                    ranks.add(rank, process, ours)
             return ranks.collect(deadline_s)
         finally:
             ranks.stop()
+
+
+@contextlib.contextmanager
+def signals_held() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM wait until the block is over."""
+    held = {signal.SIGINT, signal.SIGTERM}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Ranks:
@@ -161,7 +175,7 @@ def describe_exit(exitcode: int | None) -> str:
     """How a rank that left no word ended, in words."""
     if exitcode is not None and exitcode < 0:
         name = signal.Signals(-exitcode).name
-        hint = ", probably out of memory" if name == "SIGKILL" else ""
+        hint = ", perhaps out of memory" if name == "SIGKILL" else ""
         return f"killed by {name}{hint}"
     return f"ended without a word, exit status {exitcode}"
 

@@ -16,8 +16,6 @@ import torch.distributed as dist
 
 from comm.topology import Topology, divisibility_message
 
-MAX_TIMEOUT = timedelta(hours=24)
-
 
 @dataclass(frozen=True)
 class World:
@@ -74,7 +72,7 @@ def join(
     """
     backend = resolve_backend(device, backend)
     tune_process(local_world_size)  # first: the threads of the group inherit it
-    timeout = min(timedelta(seconds=timeout_s), MAX_TIMEOUT)
+    timeout = timedelta(seconds=timeout_s)
     place = torch.device(device, local_rank) if device == "cuda" else torch.device(device)
     if device == "cuda":
         torch.cuda.set_device(place)

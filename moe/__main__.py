@@ -26,6 +26,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit status, which rank 0 also leaves for launch.sh."""
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     first = not launched or os.environ["RANK"] == "0"
+    status_file = os.environ.get("WIDEEP_STATUS_FILE")
     speaks = not launched or os.environ.get("LOCAL_RANK", "0") == "0"  # once for each host
     try:
         status = _run(sys.argv[1:] if words is None else words, launched, first)
@@ -39,8 +40,11 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"rank {os.environ['RANK']}:" if launched else "wideep:", file=sys.stderr)
         traceback.print_exc()
         status = RANK_FAILED if launched else 1
-    if first and "WIDEEP_STATUS_FILE" in os.environ:
-        Path(os.environ["WIDEEP_STATUS_FILE"]).write_text(f"{status}\n", encoding="utf-8")
+    if first and status_file:
+        try:
+            Path(status_file).write_text(f"{status}\n", encoding="utf-8")
+        except OSError as error:
+            print(f"wideep: WIDEEP_STATUS_FILE={status_file}: {error.strerror}", file=sys.stderr)
     return status
 
 
@@ -51,16 +55,28 @@ def _run(words: Sequence[str], launched: bool, first: bool) -> int:
             print(help_text() if request.flag == "help" else f"wideep {VERSION}")
         return 0
     from moe.config import compose
-    from moe.memory import check_memory
+    from moe.fitness import check_device, check_memory
 
-    world_size = int(os.environ["WORLD_SIZE"]) if launched else None
+    world_size = _launched_world_size() if launched else None
     config = compose(request.overrides, world_size)
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", config.world_size))
     check_memory(config, local_ranks)
+    check_device(config, local_ranks)
     if request.flag == "check":
         return 0
     job = import_module(f"moe.jobs.{config.job}")
     return job.run_rank(config) if launched else _launch(job.launch, config)
+
+
+def _launched_world_size() -> int:
+    """WORLD_SIZE, once what torchrun sets beside it makes sense."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        if not os.environ.get(name, "0").isdecimal():
+            raise ConfigError(f"{name}={os.environ[name]}: must be a number, as torchrun sets it")
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if rank >= world_size:
+        raise ConfigError(f"RANK={rank}: must be below WORLD_SIZE={world_size}")
+    return world_size
 
 
 def _launch(launch: Callable[[Config], int], config: Config) -> int:

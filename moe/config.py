@@ -40,7 +40,7 @@ def compose(overrides: Sequence[str], world_size: int | None = None) -> Config:
     parsed = [_parse(word) for word in overrides]
     typed = {override.key_or_group: override for override in parsed}
     try:
-        composed = _compose(overrides)
+        composed = _compose([typed[name].input_line or "" for name in typed])  # the last of each
         _fill_model(composed.model, typed)
         plain = OmegaConf.to_container(composed, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
@@ -68,6 +68,10 @@ def _parse(word: str) -> Override:
             raise ConfigError(f"{word}: {name} has parts; set {' or '.join(parts)}")
         near = did_you_mean(name, known)
         raise ConfigError(f"{word}: no such key{near}; wideep --help lists them")
+    if name in ("job", "ranks") and word.partition("=")[2] != str(override.value()).replace(
+        "None", "null"
+    ):
+        raise ConfigError(f"{word}: write it plainly, as {name}={override.value()}")
     if override.is_sweep_override():
         raise ConfigError(f"{word}: one value expected; a list is written {name}=[a,b]")
     value = override.value()
@@ -139,7 +143,7 @@ def _fill_model(model: DictConfig, typed: dict[str, Override]) -> None:
         raise ConfigError("model=hf: needs model.path=FILE, the config.json of a released model")
     try:
         released = read_hf_config(path)
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, OSError, RuntimeError) as error:
         where = "" if "model.path" in str(error) else f"model.path={path}: "
         raise ConfigError(f"{where}{error}") from error
     for name, value in released.items():

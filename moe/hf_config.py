@@ -79,6 +79,9 @@ _ACTIVATION_NAMES = {"silu": "swiglu", "swish": "swiglu", "swiglu": "swiglu", "s
 _NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 
 
+LARGEST = 10_000_000  # no width or count of a real model comes near
+
+
 def read_hf_config(path: str | Path) -> dict[str, Any]:
     """Read every field of ModelShape from a released config.json.
 
@@ -107,7 +110,7 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
 
 def _load(file: Path) -> dict[str, Any]:
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(file.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ValueError(f"model.path={file} cannot be read: {error.strerror}") from error
     except ValueError as error:  # not JSON, or not even text
@@ -151,6 +154,8 @@ class _Reader:
             raise ValueError(f"model.path={self.file} lacks {quantity}: tried {keys}")
         if isinstance(value, bool) or not isinstance(value, int):
             raise ValueError(f"model.path={self.file}: {keys} = {value!r} must be an integer")
+        if not 0 <= value <= LARGEST:
+            raise ValueError(f"model.path={self.file}: {keys} = {value} must be 0 .. {LARGEST:,}")
         return value
 
 

@@ -7,6 +7,7 @@ of this emulator. Legend: E experts, K = top_k, hidden and latent widths as in `
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -78,6 +79,8 @@ class ModelShape:
             )
         if self.top_k > self.num_experts:
             raise ValueError(f"top_k={self.top_k} exceeds num_experts={self.num_experts}")
+        if not 0 < self.route_scale < math.inf:  # false for nan, too
+            raise ValueError(f"route_scale={self.route_scale} must be a positive number")
         _require_one_of("score_func", self.score_func, SCORE_FUNCS)
         _require_one_of("group_score", self.group_score, GROUP_SCORES)
         _require_one_of("activation", self.activation, ACTIVATIONS)

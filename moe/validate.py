@@ -6,7 +6,6 @@ keeps it where there is one.
 
 from __future__ import annotations
 
-import math
 import os
 import tempfile
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from comm.topology import divisibility_message
 from moe.model import scaled
 from moe.settings import WIRES, Config, ConfigError, Key, keys, no_such, shown
 
+DAY_S = 86_400
 BACKENDS = {"cpu": ("auto", "gloo"), "cuda": ("auto", "nccl")}
 
 
@@ -58,6 +58,8 @@ def _check_key(key: Key, value: Any) -> None:
     if key.minimum is None:
         return
     entries = value if isinstance(value, tuple) else (value,)
+    if not all(isinstance(entry, int | float) for entry in entries):
+        raise ConfigError(f"{key.name}={shown(value)}: must be a list of integers")
     if min(entries) < key.minimum:
         raise ConfigError(f"{key.name}={shown(value)}: must be >= {key.minimum}")
     if max(entries) > key.maximum:
@@ -113,8 +115,8 @@ def _check_surroundings(config: Config) -> None:
         raise ConfigError(
             f"backend={config.backend}: device={config.device} needs backend={allowed}"
         )
-    if not (math.isfinite(config.timeout_s) and config.timeout_s > 0):
-        raise ConfigError(f"timeout_s={config.timeout_s}: must be a positive number of seconds")
+    if not 1 <= config.timeout_s <= DAY_S:  # false for nan, too
+        raise ConfigError(f"timeout_s={config.timeout_s}: must lie in 1 .. {DAY_S} seconds")
 
 
 def check_output_dir(output_dir: str | None) -> None:

@@ -95,8 +95,8 @@ def test_wire_names_are_those_of_the_wire():
         ("reference=2", "reference=2: must be true or false"),
         ("reference=maybe", "reference=maybe: must be true or false"),
         ("timeout_s=soon", "timeout_s=soon: must be a number"),
-        ("timeout_s=nan", "timeout_s=nan: must be a positive number of seconds"),
-        ("timeout_s=0", "timeout_s=0.0: must be a positive number of seconds"),
+        ("timeout_s=nan", "timeout_s=nan: must lie in 1 .. 86400 seconds"),
+        ("timeout_s=0", "timeout_s=0.0: must lie in 1 .. 86400 seconds"),
         ("seed=9223372036854775808", "seed=9223372036854775808: must be <= 9223372036854775807"),
         ("ranks=0", "ranks=0: must be >= 1"),
         ("ranks=5000", "ranks=5000: must be <= 4096"),
@@ -130,6 +130,11 @@ def test_wire_names_are_those_of_the_wire():
         ("scale.layers=0", "scale.layers=0 must be at least 1"),
         ("bench.tokens=[]", "bench.tokens=[]: must not be empty"),
         ("bench.widths=[256,0]", "bench.widths=[256,0]: must be >= 1"),
+        ("timeout_s=1e300", "timeout_s=1e+300: must lie in 1 .. 86400 seconds"),
+        ("bench.tokens=[[1]]", "bench.tokens=[[1]]: must be a list of integers"),
+        ("ranks='2'", "ranks='2': write it plainly, as ranks=2"),
+        ("ranks=1_0", "ranks=1_0: write it plainly, as ranks=10"),
+        ("model.route_scale=nan", "model=kimi_k3: route_scale=nan must be a positive number"),
         ("bench.widths=256", "bench.widths=256: must be a list of integers"),
         ("bench.dtypes=[fp8]", "bench.dtypes=[fp8]: no such dtype; choose bf16, fp16, fp32"),
         ("bench.dispatchers=[hop]", "bench.dispatchers=[hop]: no such dispatcher; choose all_to"),
@@ -169,6 +174,10 @@ def test_every_key_is_used_by_some_job(job):
     first_parts = {name.partition(".")[0] for name in keys()}
     assert set(UNUSED[job]) < first_parts
     assert not set.intersection(*(set(UNUSED[other]) for other in JOBS))
+
+
+def test_the_last_word_of_a_key_wins_whatever_came_before():
+    assert compose(["ranks=7", "tokens=abc", "tokens=[1,2]", "ranks=2"]).tokens == (1, 2)
 
 
 def test_a_refusal_stays_one_line_whatever_was_typed():

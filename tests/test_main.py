@@ -172,3 +172,26 @@ def test_composing_imports_no_torch():
         "import sys; from moe.config import compose; compose([]); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", look], cwd=ROOT, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("WORLD_SIZE", "x", "WORLD_SIZE=x: must be a number, as torchrun sets it"),
+        ("LOCAL_WORLD_SIZE", "-1", "LOCAL_WORLD_SIZE=-1: must be a number"),
+        ("RANK", "5", "RANK=5: must be below WORLD_SIZE=2"),
+    ],
+)
+def test_ranks_numbered_wrongly_are_refused(monkeypatch, capsys, name, value, message):
+    for variable, usual in {"RANK": "0", "WORLD_SIZE": "2", name: value}.items():
+        monkeypatch.setenv(variable, usual)
+    assert entry.main(["--check"]) == 2
+    assert capsys.readouterr().err.startswith(f"wideep: {message}")
+
+
+def test_a_status_file_that_cannot_be_written_does_not_change_the_status(
+    monkeypatch, capsys, tmp_path
+):
+    monkeypatch.setenv("WIDEEP_STATUS_FILE", str(tmp_path / "missing" / "status"))
+    assert entry.main(["--check"]) == 0
+    assert "WIDEEP_STATUS_FILE" in capsys.readouterr().err

@@ -22,7 +22,7 @@ def test_results_come_in_rank_order():
     ("how", "words"),
     [
         ("raise", "KeyError: 'the cause'"),
-        ("kill", "SIGKILL, probably out of memory"),
+        ("kill", "SIGKILL, perhaps out of memory"),
         ("exit", "3"),
     ],
 )
@@ -91,6 +91,6 @@ def wait_until(condition, seconds):
 
 
 def test_exits_in_words():
-    assert describe_exit(-9) == "killed by SIGKILL, probably out of memory"
+    assert describe_exit(-9) == "killed by SIGKILL, perhaps out of memory"
     assert describe_exit(-11) == "killed by SIGSEGV"
     assert describe_exit(7) == "ended without a word, exit status 7"

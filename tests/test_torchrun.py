@@ -152,7 +152,7 @@ def test_a_killed_rank_of_our_own_is_named(tmp_path):
     finally:
         process.kill()
     assert process.returncode == 6
-    assert "wideep: rank 1: killed by SIGKILL, probably out of memory" in err
+    assert "wideep: rank 1: killed by SIGKILL, perhaps out of memory" in err
     assert_gone(family)
 
 

@@ -59,7 +59,7 @@ def progress(
     stream: where the bar goes, standard error by default
     """
     stream = sys.stderr if stream is None else stream
-    shown = rank == 0 and stream.isatty()
+    shown = rank == 0 and stream is not None and stream.isatty()
     state = Progress(total, label, stream if shown else None, clock)
     try:
         yield state

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from run_configs import base_config
 
-from moe.memory import GIB, check_memory, rank_bytes, rank_zero_bytes
+from moe.fitness import GIB, check_device, check_memory, rank_bytes, rank_zero_bytes
 from moe.settings import DispatcherConfig, UnfitError
 
 
@@ -53,3 +53,11 @@ def test_exit_status_is_7():
     )
     assert result.returncode == 7
     assert result.stderr.startswith("wideep: needs about") and result.stderr.count("\n") == 1
+
+
+def test_a_gpu_that_is_not_there_is_refused_before_any_rank_starts(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    check_device(base_config(device="cuda"), 1)
+    check_device(base_config(), 8)
+    with pytest.raises(UnfitError, match="1 GPUs here for 8 ranks"):
+        check_device(base_config(device="cuda"), 8)

@@ -1,7 +1,7 @@
-"""What a run needs of this machine's memory, estimated before any rank starts.
+"""What a run needs of this machine, checked before any rank starts: memory, and a GPU if asked.
 
-An estimate from shapes alone: weights, rows in flight under even routing, and what rank 0 gathers
-to check the outputs. It is meant to refuse the run that cannot fit, not to predict a peak.
+The memory is estimated from shapes alone: weights, rows in flight under even routing, and what
+rank 0 gathers to check the outputs. That refuses the run that cannot fit; it predicts no peak.
 """
 
 from __future__ import annotations
@@ -26,6 +26,19 @@ def check_memory(config: Config, local_ranks: int) -> None:
         raise UnfitError(
             f"needs about {needed / GIB:,.1f} GiB here for {local_ranks} ranks, and"
             f" {free / GIB:,.1f} GiB are free; try fewer tokens, fewer layers or a smaller scale"
+        )
+
+
+def check_device(config: Config, local_ranks: int) -> None:
+    """Raise UnfitError when a GPU is asked for and there are fewer than ranks."""
+    if config.device != "cuda":
+        return
+    import torch
+
+    if torch.cuda.device_count() < local_ranks:
+        raise UnfitError(
+            f"device=cuda: {torch.cuda.device_count()} GPUs here for {local_ranks} ranks; each rank"
+            " needs one: use device=cpu or fewer ranks"
         )
 
 
