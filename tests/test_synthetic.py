@@ -50,7 +50,7 @@ def test_every_set_is_equally_likely(num_experts: int, top_k: int) -> None:
 
 
 def chi_square_z(counts: list[int]) -> float:
-    """Standard normal deviate of the chi-square of equal chances (Wilson and Hilferty's cube root)."""
+    """Normal deviate of the chi-square of equal chances, by Wilson and Hilferty's cube root."""
     mean, freedom = sum(counts) / len(counts), len(counts) - 1
     chi_square = sum((count - mean) ** 2 / mean for count in counts)
     spread = 2 / (9 * freedom)
