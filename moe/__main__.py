@@ -16,10 +16,10 @@ from pathlib import Path
 from types import FrameType
 
 from moe.cli import help_text, read_words
-from moe.settings import Config, ConfigError, UnfitError
+from moe.settings import RANK_FAILED, UNFIT, USAGE_ERROR, Config, ConfigError, UnfitError
 from moe.version import VERSION
 
-USAGE_ERROR, RANK_FAILED, UNFIT, INTERRUPTED, TERMINATED = 2, 6, 7, 130, 143
+INTERRUPTED, TERMINATED = 130, 143
 
 
 def main(words: Sequence[str] | None = None) -> int:

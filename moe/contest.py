@@ -80,9 +80,8 @@ def contenders(
     """All contenders of one case; a collective. The first of `names` also runs unmetered."""
     placement = build_placement("contiguous", num_experts, world.world_size)
     batch = make_batch(case, world, num_experts, top_k, seed)
-    owner = torch.from_numpy(placement.slot_rank).to(world.device)[batch.topk_ids]
-    copies = torch.bincount(owner.flatten(), minlength=world.world_size)
     slot_rank = torch.from_numpy(placement.slot_rank).to(world.device)
+    copies = torch.bincount(slot_rank[batch.topk_ids].flatten(), minlength=world.world_size)
     distinct = permute.ranks_hit(batch.topk_ids, slot_rank, world.world_size).sum(1)
     field = [
         raw(RAW_COPIES, world, copies, batch.hidden),

@@ -16,6 +16,7 @@ from typing import Any, get_type_hints
 
 from moe.model import ModelShape, ScaleConfig
 
+USAGE_ERROR, RANK_FAILED, UNFIT = 2, 6, 7  # exit statuses; moe.cli.STATUSES says them in words
 DEFAULT_RANKS = 8
 MAX_RANKS = 4096  # processes on one machine: far beyond what any of today's can start
 

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-RANK_FAILED = 6
+from moe.settings import RANK_FAILED
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from comm.analytic.rows import row_bytes
+from comm.analytic.rows import PAYLOAD_KINDS, row_bytes
 
-PAYLOAD_KINDS = ("hidden", "scales")
 BF16_BYTES = 2  # the headline formula's bytes of one value, whatever the wire carries
 NETWORK_TIERS = ("scale_up", "scale_out")
 

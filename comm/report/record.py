@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from comm.report.full_scale import PAYLOAD_KINDS, full_scale
+from comm.analytic.rows import PAYLOAD_KINDS
+from comm.report.full_scale import full_scale
 from comm.report.load import balance, timing
 from comm.report.tally import EXPECTED_SCOPES, NETWORK, Tally
 

@@ -12,13 +12,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from comm.spawn import RankFailure, is_consequence, run_ranks
-from moe.settings import Config, ConfigError
+from moe.settings import RANK_FAILED, USAGE_ERROR, Config, ConfigError
 
 if TYPE_CHECKING:
     from comm.world import World
 
-RANK_FAILED = 6
-USAGE = 2
 GRACE_S = 1.0  # lets the rank that failed of itself speak before those that only lost it
 
 PRELOAD = ("moe.measure", "moe.judge", "comm.report.console", "comm.report.store")
@@ -82,7 +80,7 @@ def run_rank(body: Callable[..., int], config: Config, *args: Any) -> int:
     except ConfigError as error:
         if rank == 0:
             print(f"wideep: {error}", file=sys.stderr)
-        return USAGE
+        return USAGE_ERROR
     except Exception as error:  # whatever it was, it must be told with the rank's number
         consequence = is_consequence(error)
         if consequence:
