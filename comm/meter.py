@@ -14,8 +14,15 @@ import numpy as np
 from torch import Tensor
 
 DIRECTIONS = ("forward", "backward")
-PHASES = ("dispatch", "combine")
-KINDS = ("hidden", "scales", "ids", "weights", "counts", "padding")
+# Every phase there is, in the order that a message's header names them by number. A run's ledger
+# has the first two, and of the others those that it needs: the arrays are large.
+ALL_PHASES = ("dispatch", "combine", "tp_gather", "tp_reduce", "rebalance", "grad_sync")
+PHASES = ALL_PHASES[:2]
+KINDS = (
+    *("hidden", "scales", "ids", "weights", "counts", "padding"),
+    *("expert_weights", "gradients"),
+)
+EVERY_RANK = slice(None)
 
 
 @dataclass(frozen=True)
@@ -25,10 +32,6 @@ class Position:
     layer: int
     phase: str
     direction: str = "forward"
-
-    @property
-    def index(self) -> tuple[int, int, int]:
-        return self.layer, DIRECTIONS.index(self.direction), PHASES.index(self.phase)
 
     def __str__(self) -> str:
         return f"layer {self.layer}, {self.direction} {self.phase}"
@@ -67,15 +70,22 @@ class Traffic:
             received=np.stack([meter.received for meter in meters], axis=4),
             seconds=np.stack([meter.seconds for meter in meters]),
             collectives=max(meter.collectives for meter in meters),
+            directions=meters[0].directions,
+            phases=meters[0].phases,
         )
 
 
 @dataclass
 class TrafficMeter:
-    """One rank's row of the ledger. `enabled` is off during warm-up."""
+    """One rank's row of the ledger. `enabled` is off during warm-up.
+
+    directions, phases: the names of the axes; a message of another place is a mistake
+    """
 
     num_layers: int
     world_size: int
+    directions: tuple[str, ...] = DIRECTIONS
+    phases: tuple[str, ...] = PHASES
     enabled: bool = True
     on_phase: Callable[[Position, float], None] | None = None
     collectives: int = 0
@@ -85,11 +95,19 @@ class TrafficMeter:
     seconds: np.ndarray = field(init=False)  # float64 [layer, direction, phase]
 
     def __post_init__(self) -> None:
-        places = (self.num_layers, len(DIRECTIONS), len(PHASES))
+        places = (self.num_layers, len(self.directions), len(self.phases))
         self.sent = np.zeros((*places, len(KINDS), self.world_size), dtype=np.int64)
         self.rows = np.zeros((*places, self.world_size), dtype=np.int64)
         self.received = np.zeros((*places, self.world_size), dtype=np.int64)
         self.seconds = np.zeros(places)
+
+    def place(self, position: Position) -> tuple[int, int, int]:
+        """Where in the arrays a message is booked."""
+        return (
+            position.layer,
+            self.directions.index(position.direction),
+            self.phases.index(position.phase),
+        )
 
     def record(
         self,
@@ -98,12 +116,16 @@ class TrafficMeter:
         parts: Sequence[tuple[str, Tensor]],
         input_splits: Sequence[int],
         output_splits: Sequence[int],
+        ranks: np.ndarray | slice = EVERY_RANK,
+        empty_rows: Sequence[int] | None = None,
     ) -> None:
         """Count one message.
 
         message: uint8 [N, b], the very tensor that the collective is given
         parts: (kind, uint8 [*, b_kind]): what was packed into a row of it; the b_kind sum to b
-        input_splits, output_splits: rows to and from each rank
+        input_splits, output_splits: rows to and from each rank of the group
+        ranks: the global ranks that these are
+        empty_rows: how many of the rows to each rank hold nothing; their bytes are padding
         """
         if not self.enabled:
             return
@@ -118,17 +140,21 @@ class TrafficMeter:
         assert sum(input_splits) == len(message), (
             f"{position}: splits {input_splits} against {len(message)} rows"
         )
-        place, rows = position.index, np.array(input_splits)
-        self.sent[place] += np.multiply.outer(kind_bytes, rows)
-        self.received[place] += np.array(output_splits) * row_bytes
+        place, rows = self.place(position), np.array(input_splits)
+        sent = np.multiply.outer(kind_bytes, rows)
+        if empty_rows is not None:
+            sent -= np.multiply.outer(kind_bytes, np.array(empty_rows))
+            sent[KINDS.index("padding")] += np.array(empty_rows) * row_bytes
+        self.sent[place][:, ranks] += sent
+        self.received[place][ranks] += np.array(output_splits) * row_bytes
         if parts[0][0] != "counts":
-            self.rows[place] += rows
+            self.rows[place][ranks] += rows
         self.collectives += 1
 
     def phase_ended(self, position: Position, seconds: float) -> None:
         """Book the time that a phase took on this rank, and tell whoever listens."""
         if not self.enabled:
             return
-        self.seconds[position.index] += seconds
+        self.seconds[self.place(position)] += seconds
         if self.on_phase is not None:
             self.on_phase(position, seconds)

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm.meter import PHASES, Position, TrafficMeter
+from comm.meter import ALL_PHASES, EVERY_RANK, Position, TrafficMeter
 from comm.wire import Parts
-from comm.world import World
+from comm.world import RankGroup, World
 
 HEADER_FIELDS = ("layer", "phase", "row bytes", "wire format")
 
@@ -27,15 +27,20 @@ class SplitMismatch(RuntimeError):
 
 
 class Transport:
-    """A metered process group and its staging memory.
+    """A metered group of ranks and its staging memory.
 
+    group: the ranks that take part, all of the world where none is given; splits and counts are
+        by place in the group
     The staging memory is reused by every message: a result must be copied out of it before the
     next message of the same name, and nothing that a caller keeps may live in it.
     """
 
-    def __init__(self, world: World, meter: TrafficMeter) -> None:
+    def __init__(self, world: World, meter: TrafficMeter, group: RankGroup | None = None) -> None:
         self.world = world
         self.meter = meter
+        self.group = world.everyone if group is None else group
+        whole = self.group.size == world.world_size
+        self._ranks = EVERY_RANK if whole else np.array(self.group.ranks)
         self._arena: dict[str, Tensor] = {}
 
     def staging(self, name: str, num_rows: int, row_bytes: int) -> Tensor:
@@ -62,19 +67,43 @@ class Transport:
         num_expected: n of this rank
         Between the two calls there is time to get the rows ready.
         """
-        header = np.array([position.layer, PHASES.index(position.phase), row_bytes, wire_code])
+        header = np.array([position.layer, ALL_PHASES.index(position.phase), row_bytes, wire_code])
         words = np.concatenate([part for count in counts for part in (header, count)])
         message = torch.from_numpy(words).to(self.world.device).view(-1, 1).view(torch.uint8)
         input_splits = [len(header) + len(count) for count in counts]
-        output_splits = [len(header) + num_expected] * self.world.world_size
+        output_splits = [len(header) + num_expected] * self.group.size
         received = torch.empty(
             (sum(output_splits), message.shape[1]), dtype=torch.uint8, device=self.world.device
         )
-        self.meter.record(position, message, [("counts", message)], input_splits, output_splits)
+        parts = [("counts", message)]
+        self.meter.record(position, message, parts, input_splits, output_splits, self._ranks)
         work = dist.all_to_all_single(
-            received, message, output_splits, input_splits, self.world.metered_group, async_op=True
+            received, message, output_splits, input_splits, self.group.process_group, async_op=True
         )
-        return PendingCounts(position, self.world, header, received, work)
+        return PendingCounts(position, self.group, header, received, work)
+
+    def start_all_to_all(
+        self,
+        position: Position,
+        message: Tensor,
+        parts: Parts,
+        input_splits: list[int],
+        output_splits: list[int],
+        empty_rows: Sequence[int] | None = None,
+    ) -> PendingRows:
+        """Begin to exchange rows: uint8 [sum(input_splits), b], which must stay as it is meanwhile.
+
+        parts: (kind, uint8 [*, b_kind]), what a row of `message` is made of
+        empty_rows: how many of the rows to each rank are padding
+        """
+        received = self.staging("received", sum(output_splits), message.shape[1])
+        self.meter.record(
+            position, message, parts, input_splits, output_splits, self._ranks, empty_rows
+        )
+        work = dist.all_to_all_single(
+            received, message, output_splits, input_splits, self.group.process_group, async_op=True
+        )
+        return PendingRows(received, work)
 
     def all_to_all(
         self,
@@ -83,17 +112,24 @@ class Transport:
         parts: Parts,
         input_splits: list[int],
         output_splits: list[int],
+        empty_rows: Sequence[int] | None = None,
     ) -> Tensor:
-        """Exchange rows: uint8 [sum(input_splits), b] -> uint8 [sum(output_splits), b], staged.
+        """Exchange rows: uint8 [sum(input_splits), b] -> uint8 [sum(output_splits), b], staged."""
+        return self.start_all_to_all(
+            position, message, parts, input_splits, output_splits, empty_rows
+        ).wait()
 
-        parts: (kind, uint8 [*, b_kind]), what a row of `message` is made of
-        """
-        received = self.staging("received", sum(output_splits), message.shape[1])
-        self.meter.record(position, message, parts, input_splits, output_splits)
-        dist.all_to_all_single(
-            received, message, output_splits, input_splits, self.world.metered_group
-        )
-        return received
+
+@dataclass(frozen=True)
+class PendingRows:
+    """Rows on their way. received: uint8 [N, b], staged, valid once `work` is done"""
+
+    received: Tensor
+    work: dist.Work
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.received
 
 
 @dataclass(frozen=True)
@@ -105,21 +141,22 @@ class PendingCounts:
     """
 
     position: Position
-    world: World
+    group: RankGroup
     header: np.ndarray
     received: Tensor
     work: dist.Work
 
     def wait(self) -> np.ndarray:
-        """Counts from each rank: int64 [R, num_expected]. Raises SplitMismatch."""
+        """Counts from each rank of the group: int64 [R, num_expected]. Raises SplitMismatch."""
         self.work.wait()
-        table = self.received.cpu().view(torch.int64).view(self.world.world_size, -1).numpy()
+        table = self.received.cpu().view(torch.int64).view(self.group.size, -1).numpy()
         theirs, counts = table[:, : len(self.header)], table[:, len(self.header) :]
         wrong = theirs != self.header
         if wrong.any():
             source, field = np.argwhere(wrong)[0].tolist()
             raise SplitMismatch(
-                f"{self.position}: rank {source} announces {HEADER_FIELDS[field]}"
-                f" {theirs[source, field]}, rank {self.world.rank} expects {self.header[field]}"
+                f"{self.position}: rank {self.group.ranks[source]} announces {HEADER_FIELDS[field]}"
+                f" {theirs[source, field]}, rank {self.group.ranks[self.group.rank]} expects"
+                f" {self.header[field]}"
             )
         return counts

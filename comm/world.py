@@ -7,14 +7,30 @@ import ctypes
 import hashlib
 import os
 import socket
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from comm.topology import Topology, divisibility_message
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Some ranks with connections of their own.
+
+    ranks: global ranks, ascending; rank: this rank's place among them
+    """
+
+    ranks: tuple[int, ...]
+    rank: int
+    process_group: dist.ProcessGroup
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
 
 
 @dataclass(frozen=True)
@@ -33,6 +49,30 @@ class World:
     device: torch.device
     backend: str
     metered_group: dist.ProcessGroup
+    timeout: timedelta = timedelta(seconds=60)
+    _parts: dict[tuple[tuple[int, ...], ...], RankGroup] = field(default_factory=dict)
+
+    @property
+    def everyone(self) -> RankGroup:
+        """All ranks, over the metered connections."""
+        return RankGroup(tuple(range(self.world_size)), self.rank, self.metered_group)
+
+    def split(self, parts: Sequence[Sequence[int]]) -> RankGroup:
+        """Make a group of each part of the world and return the one that holds this rank.
+
+        parts: global ranks, each in exactly one part; the same argument on every rank. A collective
+            the first time; the groups of one partition are made once.
+        """
+        partition = tuple(tuple(sorted(part)) for part in parts)
+        assert sorted(sum(partition, ())) == list(range(self.world_size)), partition
+        if partition == (self.everyone.ranks,):
+            return self.everyone
+        if partition not in self._parts:
+            for ranks in partition:
+                made = dist.new_group(list(ranks), backend=self.backend, timeout=self.timeout)
+                if self.rank in ranks:
+                    self._parts[partition] = RankGroup(ranks, ranks.index(self.rank), made)
+        return self._parts[partition]
 
     def gather(self, value: object) -> list:
         """Every rank's value, in rank order, on rank 0; an empty list elsewhere."""
@@ -80,7 +120,7 @@ def join(
         backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout
     )
     metered = dist.new_group(backend=backend, timeout=timeout)
-    return World(rank, world_size, local_rank, local_world_size, place, backend, metered)
+    return World(rank, world_size, local_rank, local_world_size, place, backend, metered, timeout)
 
 
 def leave() -> None:

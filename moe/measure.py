@@ -102,7 +102,7 @@ class EventWriter:
         self._sent, self._rows = meter.sent.copy(), meter.rows.copy()
 
     def __call__(self, position: Position, seconds: float) -> None:
-        place = position.index
+        place = self._meter.place(position)
         self._log.append(
             step=self.step,
             layer=position.layer,

@@ -7,6 +7,7 @@ token order <--weighted sum-- rank-major <--all-to-all-- by source <--regroup-- 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,8 +16,8 @@ import torch
 from torch import Tensor
 
 from comm import permute
-from comm.dispatch.base import Dispatcher, DispatchResult
-from comm.wire import pack
+from comm.dispatch.base import Combined, Dispatcher, DispatchResult
+from comm.wire import WireFormat, pack
 
 
 @dataclass(frozen=True)
@@ -24,14 +25,14 @@ class AllToAllHandle:
     """choice: int64 [N] flat (token, k) of each sent row, in slot order
     from_received: int64 [M] received row of each expert-major row
     sent_splits, received_splits: rows to and from each rank
-    topk_weights: fp32 [T, K]
+    weights: fp32 [T, K]
     """
 
     choice: Tensor
     from_received: Tensor
     sent_splits: list[int]
     received_splits: list[int]
-    topk_weights: Tensor
+    weights: Tensor
 
 
 class AllToAll(Dispatcher[AllToAllHandle]):
@@ -39,9 +40,9 @@ class AllToAll(Dispatcher[AllToAllHandle]):
 
     carries = "hidden and scales, a row for each (token, expert); counts for each expert"
 
-    def _dispatch(
+    def _start_dispatch(
         self, hidden: Tensor, slots: Tensor, topk_weights: Tensor
-    ) -> DispatchResult[AllToAllHandle]:
+    ) -> Callable[[], DispatchResult[AllToAllHandle]]:
         setup, transport = self.setup, self.setup.transport
         position = self._position("dispatch")
         choice, rows_per_slot = permute.order_by_slot(slots, setup.placement.num_slots)
@@ -60,26 +61,85 @@ class AllToAll(Dispatcher[AllToAllHandle]):
         rows_from = announced.wait()  # [R, local slots]
         sent_splits = np.diff(np.append(0, counts.cumsum())[first]).tolist()
         received_splits = rows_from.sum(1).tolist()
-        received = transport.all_to_all(position, message, parts, sent_splits, received_splits)
-        from_received = permute.regroup_by_expert(rows_from).to(received.device)
-        rows = received.index_select(0, from_received)
-        return DispatchResult(
-            setup.wire_dispatch.decode(rows, setup.width, setup.dtype),
-            torch.from_numpy(rows_from.sum(0)),
-            AllToAllHandle(choice, from_received, sent_splits, received_splits, topk_weights),
-        )
+        rows = transport.start_all_to_all(position, message, parts, sent_splits, received_splits)
+        from_received = permute.regroup_by_expert(rows_from).to(hidden.device)
+        handle = AllToAllHandle(choice, from_received, sent_splits, received_splits, topk_weights)
 
-    def _combine(self, expert_output: Tensor, handle: AllToAllHandle) -> Tensor:
+        def finish() -> DispatchResult[AllToAllHandle]:
+            expert_rows = rows.wait().index_select(0, from_received)
+            return DispatchResult(
+                setup.wire_dispatch.decode(expert_rows, setup.width, setup.dtype),
+                torch.from_numpy(rows_from.sum(0)),
+                handle,
+            )
+
+        return finish
+
+    def _start_combine(
+        self, expert_output: Tensor, handle: AllToAllHandle
+    ) -> Callable[[], Combined]:
+        setup = self.setup
+        returned = self._to_tokens(expert_output, "combine", "forward", setup.wire_combine, handle)
+
+        def finish() -> Combined:
+            answers = returned()
+            row, first_row, valid = permute.rows_in_choice_order(
+                handle.choice, len(handle.weights), setup.top_k
+            )
+            weights = handle.weights.flatten()[valid]
+            return Combined(permute.weighted_sum(answers, row, first_row, weights), answers)
+
+        return finish
+
+    def _combine_backward(
+        self, grad: Tensor, expert_output: Tensor, answers: Tensor | None, handle: AllToAllHandle
+    ) -> tuple[Tensor, Tensor]:
         setup, transport = self.setup, self.setup.transport
-        parts = setup.wire_combine.encode(expert_output)
+        assert answers is not None
+        rows = grad.index_select(0, permute.token_of(handle.choice, setup.top_k)).float()
+        grad_weights = torch.zeros_like(handle.weights).flatten()
+        grad_weights[handle.choice] = (rows * answers.float()).sum(1)
+        weights = handle.weights.flatten().index_select(0, handle.choice)
+        parts = setup.gradients.encode((rows * weights[:, None]).to(setup.dtype))
+        received = transport.all_to_all(
+            self._position("combine", "backward"),
+            pack(parts),
+            parts,
+            handle.sent_splits,
+            handle.received_splits,
+        ).index_select(0, handle.from_received)
+        grad_output = setup.gradients.decode(received, setup.width, setup.dtype)
+        return grad_output, grad_weights.view_as(handle.weights)
+
+    def _dispatch_backward(
+        self, grad: Tensor, grad_weights: Tensor, handle: AllToAllHandle
+    ) -> tuple[Tensor, Tensor]:
+        rows = self._to_tokens(grad, "dispatch", "backward", self.setup.gradients, handle)()
+        row, first_row, _ = permute.rows_in_choice_order(
+            handle.choice, len(handle.weights), self.setup.top_k
+        )
+        return permute.weighted_sum(rows, row, first_row), grad_weights
+
+    def _to_tokens(
+        self,
+        expert_rows: Tensor,
+        phase: str,
+        direction: str,
+        wire: WireFormat,
+        handle: AllToAllHandle,
+    ) -> Callable[[], Tensor]:
+        """Expert-major rows [M, W] on their way to where they came from: rows [N, W] there, in the
+        order of `choice`, in staging memory."""
+        setup, transport = self.setup, self.setup.transport
+        parts = wire.encode(expert_rows)
         rows = pack(parts)
         message = transport.staging("sent", *rows.shape)
         torch.index_select(rows, 0, permute.inverse(handle.from_received), out=message)
-        returned = transport.all_to_all(
-            self._position("combine"), message, parts, handle.received_splits, handle.sent_splits
+        returned = transport.start_all_to_all(
+            self._position(phase, direction),
+            message,
+            parts,
+            handle.received_splits,
+            handle.sent_splits,
         )
-        outputs = setup.wire_combine.decode(returned, setup.width, setup.dtype)
-        row, first_row, valid = permute.rows_in_choice_order(
-            handle.choice, len(handle.topk_weights), setup.top_k
-        )
-        return permute.weighted_sum(outputs, row, first_row, handle.topk_weights.flatten()[valid])
+        return lambda: wire.decode(returned.wait(), setup.width, setup.dtype)

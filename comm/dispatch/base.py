@@ -6,8 +6,12 @@
     DispatchSetup   what is known before the first token: ranks, experts, formats, widths
     Dispatcher      a strategy; keeps nothing between calls
     DispatchHandle  what combine must know of its dispatch; each strategy has its own
+    Pending         a phase that has begun; the collective is in flight until `wait`
 
-Strategies know the transport, the placement and the wire; `moe` knows only this file.
+A strategy says in four steps how rows travel: two of the forward pass, each begun and finished
+apart so that chunks overlap, and their two transposes. `comm.dispatch.autograd` strings them
+together where gradients are wanted. Strategies know the transport, the placement and the wire;
+`moe` knows only this file.
 
 Legend: T tokens of this rank, K choices, W width, M rows for this rank's experts, R ranks.
 """
@@ -16,9 +20,10 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -31,11 +36,27 @@ from comm.wire import WireFormat
 
 
 @dataclass(frozen=True)
+class DispatchOptions:
+    """What only some strategies read.
+
+    capacity_factor, renormalize: padded; deduplicate: one_sided
+    """
+
+    capacity_factor: float = 1.0
+    renormalize: bool = False
+    deduplicate: bool = False
+
+
+@dataclass(frozen=True)
 class DispatchSetup:
     """All that a dispatcher of one layer needs.
 
+    transport: among the ranks that share the experts; `rank` and `world_size` are places in it
     width: values in a dispatched row (the latent width where the model has one)
     dtype: what the experts compute in; rows are handed over and taken back in it
+    wire_backward: format of gradients on their way; those of the router's weights travel in fp32
+    node_of_rank: the node of each of the transport's ranks, () for one node
+    node_transport: among those of them that share this rank's node; two hops need it
     """
 
     transport: Transport
@@ -46,21 +67,42 @@ class DispatchSetup:
     width: int
     top_k: int
     dtype: torch.dtype = torch.float32
+    wire_backward: WireFormat | None = None
+    node_of_rank: tuple[int, ...] = ()
+    node_transport: Transport | None = None
+    options: DispatchOptions = field(default_factory=DispatchOptions)
 
     @property
     def rank(self) -> int:
-        return self.transport.world.rank
+        return self.transport.group.rank
 
     @property
     def world_size(self) -> int:
-        return self.transport.world.world_size
+        return self.transport.group.size
 
     @property
     def num_local_slots(self) -> int:
         return int(self.placement.slots_per_rank[self.rank])
 
+    @property
+    def gradients(self) -> WireFormat:
+        """The format of gradients: that of combined rows where no other was named."""
+        return self.wire_backward or self.wire_combine
 
-Handle = TypeVar("Handle")
+
+class DispatchHandle(Protocol):
+    """What combine needs of its dispatch; a frozen dataclass of the strategy.
+
+    weights: fp32, the router's weights where combine applies them: the tokens' own [T, K] where
+        they stayed at home, those that arrived with the rows where they travelled
+    """
+
+    @property
+    def weights(self) -> Tensor: ...
+
+
+Handle = TypeVar("Handle", bound=DispatchHandle)
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -77,6 +119,25 @@ class DispatchResult(Generic[Handle]):
     handle: Handle
 
 
+@dataclass(frozen=True)
+class Combined:
+    """output: [T, W]; answers: what the gradient of weights that stayed at home needs: the rows
+    that came back, as the strategy ordered them; None where the weights travelled"""
+
+    output: Tensor
+    answers: Tensor | None = None
+
+
+class Pending(Generic[Result]):
+    """A phase that has begun: `wait` finishes it, once."""
+
+    def __init__(self, finish: Callable[[], Result]) -> None:
+        self._finish = finish
+
+    def wait(self) -> Result:
+        return self._finish()
+
+
 class Dispatcher(ABC, Generic[Handle]):
     """A strategy for one layer. Subclasses say in `carries` what goes on the wire."""
 
@@ -86,44 +147,110 @@ class Dispatcher(ABC, Generic[Handle]):
         self.setup = setup
 
     def dispatch(
-        self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor
+        self,
+        hidden: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        slots: Tensor | None = None,
     ) -> DispatchResult[Handle]:
         """Send each token to the ranks of its experts.
 
         hidden: [T, W]
         topk_ids: int64 [T, K] logical experts, distinct in a row; -1 means no expert
         topk_weights: fp32 [T, K]
+        slots: int64 [T, K] the physical slot of each choice where replicas leave one, S for no
+            expert; None: the first slot of each expert
         Raises ValueError for a wrong shape or an expert that does not exist.
         """
+        return self.dispatch_async(hidden, topk_ids, topk_weights, slots).wait()
+
+    def dispatch_async(
+        self,
+        hidden: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        slots: Tensor | None = None,
+    ) -> Pending[DispatchResult[Handle]]:
+        """Begin a dispatch; under autograd it is done at once. Arguments as for `dispatch`."""
         self._check(hidden, topk_ids, topk_weights)
-        started = time.perf_counter()
-        result = self._dispatch(hidden, self._slots(topk_ids), topk_weights)
-        self._ended("dispatch", started)
-        return result
+        slots = self._slots(topk_ids) if slots is None else slots
+        if torch.is_grad_enabled() and (hidden.requires_grad or topk_weights.requires_grad):
+            from comm.dispatch.autograd import dispatch_with_grad
+
+            return Pending(lambda: dispatch_with_grad(self, hidden, slots, topk_weights))
+        return self.timed("dispatch", lambda: self._start_dispatch(hidden, slots, topk_weights))
 
     def combine(self, expert_output: Tensor, handle: Handle) -> Tensor:
         """Bring the experts' rows [M, W] back: [T, W], zeros for a token without experts."""
-        started = time.perf_counter()
-        combined = self._combine(expert_output, handle)
-        self._ended("combine", started)
-        return combined
+        return self.combine_async(expert_output, handle).wait()
+
+    def combine_async(self, expert_output: Tensor, handle: Handle) -> Pending[Tensor]:
+        """Begin a combine; under autograd it is done at once."""
+        if torch.is_grad_enabled() and (
+            expert_output.requires_grad or handle.weights.requires_grad
+        ):
+            from comm.dispatch.autograd import combine_with_grad
+
+            return Pending(lambda: combine_with_grad(self, expert_output, handle))
+        pending = self.timed("combine", lambda: self._start_combine(expert_output, handle))
+        return Pending(lambda: pending.wait().output)
 
     @abstractmethod
-    def _dispatch(
+    def _start_dispatch(
         self, hidden: Tensor, slots: Tensor, topk_weights: Tensor
-    ) -> DispatchResult[Handle]:
-        """As `dispatch`, with physical slots [T, K] instead of logical ids; slot S is none."""
+    ) -> Callable[[], DispatchResult[Handle]]:
+        """As `dispatch`, with physical slots [T, K]; slot S is none. Puts the rows in flight and
+        returns what finishes the phase."""
 
     @abstractmethod
-    def _combine(self, expert_output: Tensor, handle: Handle) -> Tensor: ...
+    def _start_combine(self, expert_output: Tensor, handle: Handle) -> Callable[[], Combined]:
+        """As `combine`; puts the rows in flight and returns what finishes the phase."""
 
-    def _position(self, phase: str) -> Position:
-        return Position(self.setup.layer, phase)
+    @abstractmethod
+    def _combine_backward(
+        self, grad: Tensor, expert_output: Tensor, answers: Tensor | None, handle: Handle
+    ) -> tuple[Tensor, Tensor]:
+        """The transpose of combine: gradients go the way of the dispatched rows.
 
-    def _ended(self, phase: str, started: float) -> None:
-        if self.setup.transport.world.device.type == "cuda":
-            torch.cuda.synchronize()  # a phase has ended when its rows are there
-        self.setup.transport.meter.phase_ended(self._position(phase), time.perf_counter() - started)
+        grad: [T, W] of the output; expert_output: [M, W] and answers, as of the forward pass
+        returns: the gradients of expert_output [M, W] and of handle.weights
+        """
+
+    @abstractmethod
+    def _dispatch_backward(
+        self, grad: Tensor, grad_weights: Tensor, handle: Handle
+    ) -> tuple[Tensor, Tensor]:
+        """The transpose of dispatch: gradients go the way of the combined rows.
+
+        grad: [M, W] of expert_input; grad_weights: of handle.weights
+        returns: the gradients of hidden [T, W] and of topk_weights [T, K]
+        """
+
+    def timed(
+        self,
+        phase: str,
+        start: Callable[[], Callable[[], Result]],
+        direction: str = "forward",
+    ) -> Pending[Result]:
+        """Start a phase now and book, when it is finished, the time spent inside it: what passes
+        between the two, while rows travel beneath other work, is not counted."""
+        started = time.perf_counter()
+        finish = start()
+        spent = time.perf_counter() - started
+
+        def wait() -> Result:
+            resumed = time.perf_counter()
+            result = finish()
+            if self.setup.transport.world.device.type == "cuda":
+                torch.cuda.synchronize()  # a phase has ended when its rows are there
+            seconds = spent + time.perf_counter() - resumed
+            self.setup.transport.meter.phase_ended(self._position(phase, direction), seconds)
+            return result
+
+        return Pending(wait)
+
+    def _position(self, phase: str, direction: str = "forward") -> Position:
+        return Position(self.setup.layer, phase, direction)
 
     @cached_property
     def _logical_to_physical(self) -> Tensor:
