@@ -144,20 +144,21 @@ class _Bins:
         experts as slots, a rank with room at least two fewer others than slots, and sizes differ by
         one at most: so `full` holds an expert that the other does not.
         """
-        _, full, to, moved = min(
-            (
-                max(self.loads[full] - change + self.share[expert], self.loads[to] + change),
-                full,
-                to,
-                f,
-            )
-            for full, others in enumerate(self.held)
-            if expert not in others
+        exchanges = [
+            (full, to, moved)
+            for full, experts in enumerate(self.held)
+            if expert not in experts
             for to in roomy
-            for f in others
-            if f not in self.held[to]
-            for change in [self.share[f]]
-        )
+            for moved in experts
+            if moved not in self.held[to]
+        ]
+
+        def larger_load(exchange: tuple[int, int, int]) -> float:
+            full, to, moved = exchange
+            grown = self.loads[full] - self.share[moved] + self.share[expert]
+            return max(grown, self.loads[to] + self.share[moved])
+
+        full, to, moved = min(exchanges, key=lambda one: (larger_load(one), one))
         self.held[full].remove(moved)
         self.loads[full] -= self.share[moved]
         self.free[full] += 1
@@ -190,11 +191,8 @@ def _spread_over_nodes(
         of_node_load[node] += load[expert]
     held: list[list[int]] = [[] for _ in sizes]
     for ranks, experts in zip(members, of_node, strict=True):
-        for rank, local in zip(
-            ranks.tolist(),
-            _spread(load, np.array(sorted(experts), dtype=np.int64), sizes[ranks]),
-            strict=True,
-        ):
+        spread = _spread(load, np.array(sorted(experts), dtype=np.int64), sizes[ranks])
+        for rank, local in zip(ranks.tolist(), spread, strict=True):
             held[rank] = local
     return held
 

@@ -22,6 +22,7 @@ KINDS = (
     *("hidden", "scales", "ids", "weights", "counts", "padding"),
     *("expert_weights", "gradients"),
 )
+KINDS_WITHOUT_ROWS = ("counts", "gradients")  # words and values: no token travels in them
 EVERY_RANK = slice(None)
 
 
@@ -42,7 +43,7 @@ class Traffic:
     """The counted bytes of all ranks together.
 
     bytes: int64 [layer, direction, phase, kind, src, dst], as the senders counted them
-    rows: int64 [layer, direction, phase, src, dst]; counts messages have no rows
+    rows: int64 [layer, direction, phase, src, dst]; none of KINDS_WITHOUT_ROWS
     received: int64 [layer, direction, phase, src, dst], bytes as the receivers counted them
     seconds: float64 [rank, layer, direction, phase], time spent inside the phase
     collectives: how many collectives one rank took part in
@@ -147,9 +148,41 @@ class TrafficMeter:
             sent[KINDS.index("padding")] += np.array(empty_rows) * row_bytes
         self.sent[place][:, ranks] += sent
         self.received[place][ranks] += np.array(output_splits) * row_bytes
-        if parts[0][0] != "counts":
+        if parts[0][0] not in KINDS_WITHOUT_ROWS:
             self.rows[place][ranks] += rows
         self.collectives += 1
+
+    def put(
+        self,
+        position: Position,
+        parts: Sequence[tuple[str, Tensor]],
+        rows_to: Sequence[int] | np.ndarray,
+        ranks: np.ndarray | slice = EVERY_RANK,
+    ) -> None:
+        """Count rows that this rank lays out in shared memory; each taker counts them by `taken`.
+
+        parts: as for `record`; a row that several take, or one several times, is laid out once
+        rows_to: rows for each rank of the group
+        """
+        if not self.enabled:
+            return
+        place, rows = self.place(position), np.asarray(rows_to)
+        for kind, part in parts:
+            kind_bytes = part.shape[1] * part.element_size()
+            self.sent[place][KINDS.index(kind), ranks] += kind_bytes * rows
+        if parts[0][0] not in KINDS_WITHOUT_ROWS:
+            self.rows[place][ranks] += rows
+
+    def taken(
+        self,
+        position: Position,
+        row_bytes: int,
+        rows_from: Sequence[int] | np.ndarray,
+        ranks: np.ndarray | slice = EVERY_RANK,
+    ) -> None:
+        """Count rows that this rank takes out of shared memory, from each rank of the group."""
+        if self.enabled:
+            self.received[self.place(position)][ranks] += row_bytes * np.asarray(rows_from)
 
     def phase_ended(self, position: Position, seconds: float) -> None:
         """Book the time that a phase took on this rank, and tell whoever listens."""

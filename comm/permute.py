@@ -113,16 +113,37 @@ def local_choices(slots: Tensor, first_slot: int, num_local: int) -> tuple[Tenso
     return choice, local.flatten().index_select(0, choice), run_starts(mine.sum(1))
 
 
-def regroup_by_expert(rows_from: np.ndarray) -> Tensor:
+def first_of_each_slot(rows_per_slot: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """Of choices sorted by slot, the first `capacity` of each slot, and a place for each of them
+    where every slot has `capacity` places.
+
+    rows_per_slot: int64 [S]
+    Returns `first` int64 [N], numbers among the sorted choices, and `place` int64 [N] in
+    0..S * capacity - 1, both ascending.
+
+        capacity 2    sorted a a a | b |     | d d    first 0 1 3 4 5
+                      places a a     b .  . .  d d    place 0 1 2 6 7
+    """
+    starts = run_starts(rows_per_slot)
+    slot = torch.repeat_interleave(rows_per_slot)
+    within = torch.arange(len(slot), device=slot.device) - starts.index_select(0, slot)
+    first = (within < capacity).nonzero().squeeze(1)
+    return first, (slot * capacity + within).index_select(0, first)
+
+
+def regroup_by_expert(rows_from: np.ndarray, capacity: int | None = None) -> Tensor:
     """Rank-major rows to expert-major: int64 [M] on the CPU, the received row that comes i-th.
 
     rows_from: int64 [R, e], rows from each source for each local expert
+    capacity: received rows that each (source, expert) takes up, the first of them filled; None
+        where the runs lie end to end
 
         received    src 0: e0 e0 e1 | src 1: e0 e1 e1
         wanted      e0: src 0, src 0, src 1 | e1: src 0, src 1, src 1
     """
     runs = rows_from.T.ravel()  # expert after expert, in each by source
-    lengths = rows_from.ravel()
+    taken_up = rows_from if capacity is None else np.full_like(rows_from, capacity)
+    lengths = taken_up.ravel()
     received_at = (lengths.cumsum() - lengths).reshape(rows_from.shape).T.ravel()
     wanted_at = runs.cumsum() - runs
     return torch.from_numpy(np.arange(runs.sum()) + (received_at - wanted_at).repeat(runs))

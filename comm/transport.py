@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,6 +20,9 @@ from torch import Tensor
 from comm.meter import ALL_PHASES, EVERY_RANK, Position, TrafficMeter
 from comm.wire import Parts
 from comm.world import RankGroup, World
+
+if TYPE_CHECKING:
+    from comm.shm import Window
 
 HEADER_FIELDS = ("layer", "phase", "row bytes", "wire format")
 
@@ -42,6 +47,14 @@ class Transport:
         whole = self.group.size == world.world_size
         self._ranks = EVERY_RANK if whole else np.array(self.group.ranks)
         self._arena: dict[str, Tensor] = {}
+
+    @cached_property
+    def window(self) -> Window:
+        """Shared memory of the group's ranks, kept as long as the transport; a collective of theirs
+        the first time. Raises as comm.shm.open_window."""
+        from comm.shm import open_window
+
+        return open_window(self.group, self.world.timeout.total_seconds())
 
     def staging(self, name: str, num_rows: int, row_bytes: int) -> Tensor:
         """uint8 [num_rows, row_bytes] of reused memory, contents undefined."""
@@ -76,11 +89,10 @@ class Transport:
             (sum(output_splits), message.shape[1]), dtype=torch.uint8, device=self.world.device
         )
         parts = [("counts", message)]
-        self.meter.record(position, message, parts, input_splits, output_splits, self._ranks)
-        work = dist.all_to_all_single(
-            received, message, output_splits, input_splits, self.group.process_group, async_op=True
+        work = self._start(position, message, parts, input_splits, output_splits, received)
+        return PendingCounts(
+            position, self._sources(position), self.world.rank, header, received, work
         )
-        return PendingCounts(position, self.group, header, received, work)
 
     def start_all_to_all(
         self,
@@ -97,11 +109,8 @@ class Transport:
         empty_rows: how many of the rows to each rank are padding
         """
         received = self.staging("received", sum(output_splits), message.shape[1])
-        self.meter.record(
-            position, message, parts, input_splits, output_splits, self._ranks, empty_rows
-        )
-        work = dist.all_to_all_single(
-            received, message, output_splits, input_splits, self.group.process_group, async_op=True
+        work = self._start(
+            position, message, parts, input_splits, output_splits, received, empty_rows
         )
         return PendingRows(received, work)
 
@@ -118,6 +127,28 @@ class Transport:
         return self.start_all_to_all(
             position, message, parts, input_splits, output_splits, empty_rows
         ).wait()
+
+    def _start(
+        self,
+        position: Position,
+        message: Tensor,
+        parts: Parts,
+        input_splits: Sequence[int],
+        output_splits: Sequence[int],
+        received: Tensor,
+        empty_rows: Sequence[int] | None = None,
+    ) -> dist.Work:
+        """Count a message and put it in flight; a view of a group finds its ranks here."""
+        self.meter.record(
+            position, message, parts, input_splits, output_splits, self._ranks, empty_rows
+        )
+        return dist.all_to_all_single(
+            received, message, output_splits, input_splits, self.group.process_group, async_op=True
+        )
+
+    def _sources(self, position: Position) -> tuple[int, ...]:
+        """The global ranks that a message comes from, in the order of its splits."""
+        return self.group.ranks
 
 
 @dataclass(frozen=True)
@@ -136,12 +167,14 @@ class PendingRows:
 class PendingCounts:
     """An announcement on its way.
 
+    sources: global ranks that it comes from; rank: this rank's global number
     header: int64 [4], HEADER_FIELDS as this rank means them
     received: uint8 [R * (4 + num_expected), 8], valid once `work` is done
     """
 
     position: Position
-    group: RankGroup
+    sources: tuple[int, ...]
+    rank: int
     header: np.ndarray
     received: Tensor
     work: dist.Work
@@ -149,14 +182,23 @@ class PendingCounts:
     def wait(self) -> np.ndarray:
         """Counts from each rank of the group: int64 [R, num_expected]. Raises SplitMismatch."""
         self.work.wait()
-        table = self.received.cpu().view(torch.int64).view(self.group.size, -1).numpy()
+        table = self.received.cpu().view(torch.int64).view(len(self.sources), -1).numpy()
         theirs, counts = table[:, : len(self.header)], table[:, len(self.header) :]
-        wrong = theirs != self.header
-        if wrong.any():
-            source, field = np.argwhere(wrong)[0].tolist()
-            raise SplitMismatch(
-                f"{self.position}: rank {self.group.ranks[source]} announces {HEADER_FIELDS[field]}"
-                f" {theirs[source, field]}, rank {self.group.ranks[self.group.rank]} expects"
-                f" {self.header[field]}"
-            )
+        check_headers(self.position, self.sources, self.rank, theirs, self.header)
         return counts
+
+
+def check_headers(
+    position: Position, sources: Sequence[int], rank: int, theirs: np.ndarray, mine: np.ndarray
+) -> None:
+    """Raise SplitMismatch where a rank means another message than this one.
+
+    sources: global ranks of the headers; theirs: int64 [R, 4], HEADER_FIELDS; mine: int64 [4]
+    """
+    wrong = theirs != mine
+    if wrong.any():
+        source, field = np.argwhere(wrong)[0].tolist()
+        raise SplitMismatch(
+            f"{position}: rank {sources[source]} announces {HEADER_FIELDS[field]}"
+            f" {theirs[source, field]}, rank {rank} expects {mine[field]}"
+        )

@@ -4,6 +4,7 @@
     conserved    sent = received, dispatched pairs = combined pairs         EXACT or OUTSIDE
     expected     every scope lies where uniform routing lets it lie         EXACT, WITHIN or OUTSIDE
     correctness  outputs lie within the error bound of the wire formats     EXACT, WITHIN or OUTSIDE
+    gradients    and so do gradients, in training                           EXACT, WITHIN or OUTSIDE
 
 A verdict that cannot be given is NOT_AVAILABLE with its reason, and does not touch the exit status.
 """
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from comm.analytic.oracle import ExactTraffic
+from comm.analytic.rows import ROW_PHASES
 from comm.analytic.tail import rare_events, tail_probability
 from comm.analytic.traffic import SCOPES, ExpectedTraffic
 
@@ -30,7 +32,14 @@ RARE_EVENTS = 400.0
 SCOPE_WORDS = {"scale_up": "inside node", "scale_out": "between nodes", "remote": "network"}
 
 # Exit status of a run in which the named verdict is OUTSIDE.
-EXIT_STATUS = {"exact": 3, "conserved": 3, "expected": 3, "correctness": 4, "kernel": 5}
+EXIT_STATUS = {
+    "exact": 3,
+    "conserved": 3,
+    "expected": 3,
+    "correctness": 4,
+    "gradients": 4,
+    "kernel": 5,
+}
 
 
 class State(StrEnum):
@@ -79,44 +88,74 @@ def not_available(name: str, reason: str) -> Verdict:
 
 
 def exact_verdict(traffic: CountedTraffic, exact: ExactTraffic) -> Verdict:
-    """Counted bytes and rows against the oracle's, cell by cell.
+    """Counted bytes and rows against the oracle's, cell by cell, in every direction and phase.
 
-    The oracle describes the forward direction: any byte in another one is a difference.
+    What only one of the two knows of (a direction, a phase, a kind) must be 0 in the other.
     """
-    forward = traffic.directions.index("forward")
-    phases = [traffic.phases.index(phase) for phase in exact.phases]
-    kinds = [traffic.kinds.index(kind) for kind in exact.kinds]
-    predicted_bytes = np.zeros_like(traffic.bytes)
-    predicted_rows = np.zeros_like(traffic.rows)
-    for p, phase in enumerate(phases):
-        predicted_rows[:, forward, phase] = exact.rows[:, p]
-        for k, kind in enumerate(kinds):
-            predicted_bytes[:, forward, phase, kind] = exact.bytes[:, p, k]
+    axes: list[tuple[str, ...]] = []
+    for axis in ("directions", "phases", "kinds"):
+        known = getattr(traffic, axis)
+        axes.append((*known, *(x for x in getattr(exact, axis) if x not in known)))
+    words, layers = ("counted", "predicted"), traffic.layers
 
-    axes = (traffic.layers, traffic.directions, traffic.phases)
-    words = ("counted", "predicted")
-    return _equality(
-        "exact",
-        [
-            _Pair(traffic.bytes, predicted_bytes, (*axes, traffic.kinds), "B", words),
-            _Pair(traffic.rows, predicted_rows, axes, "rows", words),
-        ],
-    )
+    def compared(name: str, labels: Sequence[tuple[str, ...]], unit: str) -> _Pair:
+        return _Pair(
+            _relabelled(getattr(traffic, name), _labels(traffic, len(labels)), labels),
+            _relabelled(getattr(exact, name), _labels(exact, len(labels)), labels),
+            (layers, *labels),
+            unit,
+            words,
+        )
+
+    return _equality("exact", [compared("bytes", axes, "B"), compared("rows", axes[:2], "rows")])
 
 
-def conserved_verdict(traffic: CountedTraffic) -> Verdict:
-    """What was sent was received, and each dispatched row was answered by one combined row."""
+def _labels(traffic: CountedTraffic | ExactTraffic, num_axes: int) -> tuple[tuple[str, ...], ...]:
+    return (traffic.directions, traffic.phases, traffic.kinds)[:num_axes]
+
+
+def _relabelled(
+    cells: NDArray[np.int64],
+    labels: Sequence[tuple[str, ...]],
+    wanted: Sequence[tuple[str, ...]],
+) -> NDArray[np.int64]:
+    """[layer, *labels, src, dst] in the order of other labels, 0 where there was none."""
+    if tuple(labels) == tuple(wanted):
+        return cells
+    shape = (len(cells), *map(len, wanted), *cells.shape[-2:])
+    moved = np.zeros(shape, np.int64)
+    places = ([new.index(label) for label in old] for old, new in zip(labels, wanted, strict=True))
+    moved[np.ix_(range(len(cells)), *places)] = cells
+    return moved
+
+
+def conserved_verdict(
+    traffic: CountedTraffic,
+    answered: NDArray[np.bool_] | None = None,
+    training: bool = False,
+) -> Verdict:
+    """What was sent was received, and every row was answered along the reversed pair.
+
+    answered: [src, dst] pairs whose dispatched rows are answered by a combine, both ways (None:
+        all); where experts are sharded and dispatched to every shard, those inside a lane
+    training: backward, every row of the forward direction went back once, in its own phase
+    """
     axes = (traffic.layers, traffic.directions)
     sent = traffic.bytes.sum(axis=3)
-    dispatched = traffic.rows[:, :, traffic.phases.index("dispatch")]
-    combined = traffic.rows[:, :, traffic.phases.index("combine")].swapaxes(-1, -2)
-    return _equality(
-        "conserved",
-        [
-            _Pair(sent, traffic.received, (*axes, traffic.phases), "B", ("sent", "received")),
-            _Pair(dispatched, combined, axes, "rows", ("dispatched", "combined on the way back")),
-        ],
-    )
+    pairs = [_Pair(sent, traffic.received, (*axes, traffic.phases), "B", ("sent", "received"))]
+    dispatched = _rows_of(traffic, "dispatch")
+    asked = dispatched if answered is None else np.where(answered, dispatched, 0)
+    back = _rows_of(traffic, "combine").swapaxes(-1, -2)
+    words = ("dispatched", "combined on the way back")
+    pairs.append(_Pair(asked, back, axes, "rows", words))
+    if "tp_gather" in traffic.phases:
+        gathered = _rows_of(traffic, "tp_gather")
+        reduced = _rows_of(traffic, "tp_reduce").swapaxes(-1, -2)
+        words = ("gathered", "reduced on the way back")
+        pairs.append(_Pair(gathered, reduced, axes, "rows", words))
+    if training:
+        pairs.append(_both_ways(traffic))
+    return _equality("conserved", pairs)
 
 
 @dataclass(frozen=True)
@@ -157,6 +196,23 @@ def _equality(name: str, pairs: Sequence[_Pair]) -> Verdict:
     first = tuple(cells[0].tolist())
     reason = f"{pair.describe(first)}; {num_wrong:,} of {num_cells:,} cells differ"
     return Verdict(name, State.OUTSIDE, int(pair.left[first]), int(pair.right[first]), 0, reason)
+
+
+def _rows_of(traffic: CountedTraffic, phase: str) -> NDArray[np.int64]:
+    """[layer, direction, src, dst] rows of one phase."""
+    return traffic.rows[:, :, traffic.phases.index(phase)]
+
+
+def _both_ways(traffic: CountedTraffic) -> _Pair:
+    """Rows of each phase forward, and backward along the reversed pairs."""
+    moves_tokens = [phase for phase in traffic.phases if phase in ROW_PHASES]
+    phases = [traffic.phases.index(phase) for phase in moves_tokens]
+    forward, backward = (
+        traffic.rows[:, traffic.directions.index(name)][:, phases]
+        for name in ("forward", "backward")
+    )
+    words = ("forward", "backward on the way back")
+    return _Pair(forward, backward.swapaxes(-1, -2), (traffic.layers, moves_tokens), "rows", words)
 
 
 @dataclass(frozen=True)
@@ -253,17 +309,23 @@ def _distance(test: _Test, bound: float) -> str:
     )
 
 
-def correctness_verdict(errors: Mapping[str, float], bound: float) -> Verdict:
-    """Errors against the dense reference, by name ("layer 0 routed"), and the largest allowed."""
+def correctness_verdict(
+    errors: Mapping[str, float], bound: float, name: str = "correctness"
+) -> Verdict:
+    """Errors against the dense reference, by name ("layer 0 routed"), and the largest allowed.
+
+    name: of the verdict, "correctness" of outputs or "gradients"
+    """
+    what = {"correctness": "output", "gradients": "gradient"}[name]
     if not errors:
-        return not_available("correctness", "no output was compared with the reference")
+        return not_available(name, f"no {what} was compared with the reference")
     # NaN compares false with everything: it must come first, and must not pass.
-    name, worst = max(errors.items(), key=lambda item: (isnan(item[1]), item[1]))
+    where, worst = max(errors.items(), key=lambda item: (isnan(item[1]), item[1]))
     within = State.EXACT if worst == 0 else State.WITHIN
     state = within if worst <= bound else State.OUTSIDE
-    reason = f"worst of {len(errors)} outputs: {name}, error {worst:.2e}, bound {bound:.2e}"
+    reason = f"worst of {len(errors)} {what}s: {where}, error {worst:.2e}, bound {bound:.2e}"
     measured = worst if isfinite(worst) else None  # a record in JSON has no NaN
-    return Verdict("correctness", state, measured, 0, bound, reason)
+    return Verdict(name, state, measured, 0, bound, reason)
 
 
 def exit_status(verdicts: Iterable[Verdict]) -> int:

@@ -59,9 +59,10 @@ def _run(words: Sequence[str], launched: bool, first: bool) -> int:
 
     world_size = _launched_world_size() if launched else None
     config = compose(request.overrides, world_size)
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", config.world_size))
-    check_memory(config, local_ranks)
-    check_device(config, local_ranks)
+    if config.job != "predict":  # which starts no ranks
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", config.world_size))
+        check_memory(config, local_ranks)
+        check_device(config, local_ranks)
     if request.flag == "check":
         return 0
     job = import_module(f"moe.jobs.{config.job}")

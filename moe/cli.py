@@ -95,7 +95,7 @@ def _keys_section() -> str:
     defaults = default_options()
     lines = ["  key = default            meaning and choices"]
     for name, key in keys().items():
-        if name.partition(".")[0] in groups and not key.group:
+        if name.partition(".")[0] in groups and not key.group and not key.text:
             continue
         choices = options(name) if key.group else key.choices
         default = defaults[name] if key.group else key.default

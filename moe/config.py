@@ -22,6 +22,7 @@ from omegaconf import MISSING as UNSET
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
+from moe.combinations import useless_key
 from moe.conf_files import conf_dir, options
 from moe.hf_config import read_hf_config
 from moe.settings import UNUSED, Config, ConfigError, Key, did_you_mean, keys, no_such, shown
@@ -45,11 +46,15 @@ def compose(overrides: Sequence[str], world_size: int | None = None) -> Config:
         plain = OmegaConf.to_container(composed, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise _said_plainly(error, typed) from error
-    config = _with_world(_build(Config, plain), world_size)
+    try:
+        built = _build(Config, plain)
+    except ValueError as error:  # a component that checks itself
+        raise ConfigError(str(error)) from error
+    config = _with_world(built, world_size)
     if config.layers is not None:
         config = replace(config, scale=replace(config.scale, layers=config.layers))
     validate(config, options)
-    _refuse_unused(config.job, typed)
+    _refuse_unused(config, typed)
     return config
 
 
@@ -82,14 +87,17 @@ def _parse(word: str) -> Override:
     return override
 
 
-def _refuse_unused(job: str, typed: Mapping[str, Override]) -> None:
-    """A key that the job would silently ignore is a mistake."""
+def _refuse_unused(config: Config, typed: Mapping[str, Override]) -> None:
+    """A key that would silently be ignored is a mistake."""
+    job = config.job
     for name, override in typed.items():
+        word = f"{name}={shown(override.value())}"
         if name.partition(".")[0] in UNUSED.get(job, ()):
-            word = f"{name}={shown(override.value())}"
             instead = f"bench.{name}" if f"bench.{name}" in keys() else f"bench.{name}s"
             hint = f"; set {instead}" if job == "bench" and instead in keys() else ""
             raise ConfigError(f"{word}: job={job} does not use it{hint}")
+        if reason := useless_key(name, config):
+            raise ConfigError(f"{word}: {reason}")
 
 
 def _unreadable(word: str) -> str:
@@ -176,6 +184,8 @@ def _with_world(config: Config, world_size: int | None) -> Config:
     """Say how many ranks there are: those already started, the given number, or the default."""
     if world_size is not None and config.ranks not in (None, world_size):
         raise ConfigError(f"ranks={config.ranks}: {world_size} ranks were started; leave it out")
+    if config.job == "predict" and config.ranks is None and config.ep_size is not None:
+        return replace(config, ranks=config.ep_size)  # nobody is started; they are only imagined
     return replace(config, ranks=config.world_size if world_size is None else world_size)
 
 

@@ -3,7 +3,11 @@
 A weight depends on (seed, layer, logical expert) and on its shape, not on ranks or placement: an
 expert that moves to another rank takes its numbers along.
 
-M rows, W payload width, I inner width of an expert, E_local experts of this rank.
+Where several ranks share each expert, shard i of n holds the i-th of n parts of the inner width,
+as even as can be: those rows of gate and up, those columns of down. The parts' outputs sum to the
+whole.
+
+M rows, W payload width, I inner width of an expert (or of a shard), E_local experts of this rank.
 """
 
 from __future__ import annotations
@@ -89,6 +93,38 @@ def expert_weights(shape: ModelShape, seed: int, layer: int, expert: int) -> Exp
     )
 
 
+def shard_bounds(inner: int, shard: tuple[int, int]) -> tuple[int, int]:
+    """First and last + 1 of the inner values of shard (index, count); the first shards are longer.
+
+    Raises ValueError for a shard that does not exist.
+    """
+    index, count = shard
+    if not 0 <= index < count:
+        raise ValueError(f"shard {index} of {count}: must lie in 0 .. {count - 1}")
+    base, longer = divmod(inner, count)
+    start = index * base + min(index, longer)
+    return start, start + base + (index < longer)
+
+
+def shard_of(weights: ExpertWeights, shard: tuple[int, int]) -> ExpertWeights:
+    """The part of an expert's weights (or of their gradients) that shard (index, count) holds.
+
+    weights: [..., 2 I, W] and [..., W, I]
+    """
+    start, end = shard_bounds(weights.down.shape[-1], shard)
+    gate, up = weights.gate_up.chunk(2, dim=-2)
+    return ExpertWeights(
+        torch.cat([gate[..., start:end, :], up[..., start:end, :]], dim=-2),
+        weights.down[..., start:end],
+    )
+
+
+def router_weight(shape: ModelShape, seed: int, layer: int) -> Tensor:
+    """fp32 [E, H]; logits of ordinary inputs have deviation 1."""
+    size = (shape.num_experts, shape.hidden_size)
+    return seeded_weight(seed, Purpose.ROUTER, layer, 0, size, shape.hidden_size**-0.5)
+
+
 def shared_weights(shape: ModelShape, seed: int, layer: int) -> ExpertWeights:
     """fp32 weights of all shared experts, fused into one MLP of the full hidden width."""
     return gated_mlp_weights(
@@ -110,6 +146,7 @@ class Experts(nn.Module):
 
     experts: logical ids; may be empty (more ranks than experts)
     dtype: of weights and arithmetic; the weights are rounded to it from fp32
+    shard: (index, count) where this rank holds a part of each expert and gives partial outputs
     """
 
     def __init__(
@@ -121,15 +158,17 @@ class Experts(nn.Module):
         layer: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        shard: tuple[int, int] = (0, 1),
     ) -> None:
         super().__init__()
-        width, inner = shape.payload_width, shape.intermediate_size
+        start, end = shard_bounds(shape.intermediate_size, shard)
+        width, inner = shape.payload_width, end - start
         self.activation = ACTIVATIONS[shape.activation]
         self.gate_up = _empty(len(experts), 2 * inner, width, dtype, device)
         self.down = _empty(len(experts), width, inner, dtype, device)
         with torch.no_grad():
             for slot, expert in enumerate(experts):
-                weights = expert_weights(shape, seed, layer, int(expert))
+                weights = shard_of(expert_weights(shape, seed, layer, int(expert)), shard)
                 self.gate_up[slot] = weights.gate_up
                 self.down[slot] = weights.down
 
@@ -142,7 +181,8 @@ class Experts(nn.Module):
         """
         counts = tokens_per_expert.tolist()
         if not counts:
-            return expert_input  # no experts here, hence no rows
+            # No experts here, hence no rows; the sums of nothing keep the weights in the graph.
+            return expert_input + (self.gate_up.sum() + self.down.sum())
         # unbind: one backward for the whole stack, and zero gradients for experts without rows
         gate_up, down = self.gate_up.unbind(), self.down.unbind()
         busy = [expert for expert, count in enumerate(counts) if count]

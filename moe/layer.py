@@ -8,12 +8,16 @@
 The norm is not linear, so it must follow the sum over ranks. A model without a latent has no
 W_down, RMSNorm and W_up, and W is the hidden width. Between layers: x <- x + layer(pre_norm(x)).
 
+A layer's tokens may go in several chunks, each a complete dispatch and combine, so that the rows of
+one travel while the experts work on another.
+
 T tokens of this rank, H hidden, W payload width, K = top_k. This file knows the contract of a
 dispatcher and none of them; who may reach whom: layer -> {router, experts}, comm.dispatch.base.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,7 +30,8 @@ from moe.model import NORM_EPS, ModelShape
 from moe.router import Router
 
 if TYPE_CHECKING:
-    from comm.dispatch.base import Dispatcher
+    from comm.dispatch.base import Dispatcher, DispatchResult, Pending
+    from comm.replicas import ReplicaChooser
 
 
 @dataclass(frozen=True)
@@ -34,12 +39,16 @@ class LayerOutput:
     """hidden: [T, H] y, before the residual is added
     routed: [T, W] u, combined, before RMSNorm and up-projection (which would hide a wrong factor)
     topk_ids: int64 [T, K]; topk_weights: fp32 [T, K]
+    slots: int64 [T, K] the physical slot of each choice where experts have replicas, else None
+    num_dropped: choices that found no room
     """
 
     hidden: Tensor
     routed: Tensor
     topk_ids: Tensor
     topk_weights: Tensor
+    slots: Tensor | None
+    num_dropped: int
 
 
 def pre_norm(x: Tensor) -> Tensor:
@@ -77,24 +86,28 @@ class SharedExperts(nn.Module):
 
 
 class MoELayer(nn.Module):
-    """Router, latent projections and shared experts of one rank, around `experts` and `dispatcher`.
+    """Router, latent projections and shared experts of one rank, around experts and dispatchers.
 
     experts: this rank's routed experts, called with (expert_input, tokens_per_expert)
+    dispatchers: one for each chunk of the tokens
+    replicas: says which slot serves a token, where experts have several
     """
 
     def __init__(
         self,
         shape: ModelShape,
         experts: nn.Module,
-        dispatcher: Dispatcher,
+        dispatchers: Sequence[Dispatcher],
         *,
         seed: int,
         layer: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        replicas: ReplicaChooser | None = None,
     ) -> None:
         super().__init__()
-        self.dispatcher = dispatcher
+        self.dispatchers = tuple(dispatchers)
+        self.replicas = replicas
         self.experts = experts
         self.router = Router(shape, seed=seed, layer=layer, device=device)
         self.latent: LatentProjection | None = None
@@ -108,26 +121,61 @@ class MoELayer(nn.Module):
                 gate_up.to(device, dtype), down.to(device, dtype), shape.activation
             )
 
-    def forward(self, x: Tensor, topk_ids: Tensor | None = None) -> LayerOutput:
+    def forward(
+        self,
+        x: Tensor,
+        topk_ids: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        first_token: int = 0,
+    ) -> LayerOutput:
         """Run the layer on this rank's tokens; a collective, so ranks without tokens call it too.
 
         x: [T, H], already normalised (pre_norm)
-        topk_ids: int64 [T, K] where a synthetic router has chosen (-1 = no expert); None: this
-            layer's router chooses. The weights are the router's in both cases.
+        topk_ids: int64 [T, K] where something else has chosen (-1 = no expert); None: this layer's
+            router chooses
+        topk_weights: fp32 [T, K] that belong to them; None: the router's
+        first_token: global number of the first token, by which replicas are chosen
         """
         if topk_ids is None:
             topk_ids, topk_weights = self.router(x)
-        else:
+        elif topk_weights is None:
             topk_weights = self.router.weights_for(x, topk_ids)
+        slots = None
+        if self.replicas is not None:
+            slots = self.replicas.slots(
+                topk_ids, torch.arange(first_token, first_token + len(x), device=x.device)
+            )
         z = x if self.latent is None else self.latent.into(x)
-        routed = self._routed(z, topk_ids, topk_weights)
+        routed, dropped = self._routed(z, topk_ids, topk_weights, slots)
         hidden = routed if self.latent is None else self.latent.out_of(routed)
         if self.shared is not None:
             hidden = hidden + self.shared(x)
-        return LayerOutput(hidden, routed, topk_ids, topk_weights)
+        return LayerOutput(hidden, routed, topk_ids, topk_weights, slots, dropped)
 
-    def _routed(self, z: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        """[T, W] -> [T, W] over the wire and back; only combine applies the weights."""
-        arrived = self.dispatcher.dispatch(z, topk_ids, topk_weights)
-        expert_output = self.experts(arrived.expert_input, arrived.tokens_per_expert)
-        return self.dispatcher.combine(expert_output, arrived.handle)
+    def _routed(
+        self, z: Tensor, topk_ids: Tensor, topk_weights: Tensor, slots: Tensor | None
+    ) -> tuple[Tensor, int]:
+        """[T, W] -> [T, W] over the wire and back, and how many choices found no room.
+
+        The next chunk is sent before the experts of this one begin, and answers are waited for at
+        the very end: what travels meanwhile costs no time of its own.
+        """
+        count = len(self.dispatchers)
+        edges = [index * len(z) // count for index in range(count + 1)]
+
+        def start(chunk: int) -> Pending[DispatchResult]:
+            part = slice(edges[chunk], edges[chunk + 1])
+            return self.dispatchers[chunk].dispatch_async(
+                z[part], topk_ids[part], topk_weights[part], None if slots is None else slots[part]
+            )
+
+        combining, dropped, pending = [], 0, start(0)
+        for chunk, dispatcher in enumerate(self.dispatchers):
+            arrived = pending.wait()
+            if chunk + 1 < count:
+                pending = start(chunk + 1)
+            expert_output = self.experts(arrived.expert_input, arrived.tokens_per_expert)
+            combining.append(dispatcher.combine_async(expert_output, arrived.handle))
+            dropped += arrived.num_dropped
+        parts = [combine.wait() for combine in combining]
+        return (parts[0] if count == 1 else torch.cat(parts)), dropped

@@ -1,27 +1,29 @@
-"""One rank's part of a run: its layers, its steps, and the log that it hands to rank 0."""
+"""One rank's part of a run: its layers, its steps, and the log that it hands to rank 0.
+
+warm-up steps --> loads --> experts move, where the placement is to be balanced
+measured steps: forward, and in training backward, and gradients synchronised
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from comm.dispatch import build_dispatcher
-from comm.dispatch.base import DispatchSetup
 from comm.meter import KINDS, Position, TrafficMeter
+from comm.placement import ExpertPlacement
 from comm.report.events import EventLog
-from comm.transport import Transport
-from comm.wire import WIRE_FORMATS
 from comm.world import World
-from moe.experts import Experts
+from moe.assemble import Roads, build_layers, rebalance
 from moe.layer import LayerOutput, MoELayer, pre_norm
 from moe.plan import Plan
-from moe.synthetic import ROUTERS, token_hidden
+from moe.synthetic import token_hidden
+from moe.training import LayerGradients, backward, local_gradients, synchronise
 
 
 @dataclass(frozen=True)
@@ -29,12 +31,15 @@ class LayerSample:
     """One layer of one measured step, for the reference: this rank's tokens.
 
     x: [T, H] what went in; routed: [T, W] and hidden: [T, H] what came out; topk_weights: [T, K]
+    grad_x, grad_hidden: [T, H] gradients of what went in and came out, in training
     """
 
     x: Tensor
     routed: Tensor
     hidden: Tensor
     topk_weights: Tensor
+    grad_x: Tensor | None = None
+    grad_hidden: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -42,13 +47,21 @@ class RankLog:
     """What a rank hands over at the end.
 
     topk_ids: int32 [steps, L, T, K]; topk_weights: fp32, same shape
+    slots: int32, same shape, the slot that served each choice (-1 none) where experts have
+        replicas, else None
+    placements: those of the measured steps
     samples: by layer, where the reference is wanted, else empty
+    gradients: by layer, of this rank's weights after they were synchronised, in training
+    num_dropped: choices that found no room, all layers and steps
     """
 
     meter: TrafficMeter
     topk_ids: np.ndarray
     topk_weights: np.ndarray
+    slots: np.ndarray | None
+    placements: tuple[ExpertPlacement, ...]
     samples: dict[int, LayerSample]
+    num_dropped: int
     experts_seconds: float
     step_seconds: float
 
@@ -69,28 +82,6 @@ class Stopwatch:
 
     def _stop(self, *_: object) -> None:
         self.seconds += time.perf_counter() - self._started
-
-
-def build_layers(plan: Plan, world: World, transport: Transport) -> list[MoELayer]:
-    """This rank's share of every layer."""
-    config, seed = plan.config, plan.config.seed
-    layers = []
-    for index in range(plan.num_layers):
-        setup = DispatchSetup(
-            transport=transport,
-            placement=plan.placement,
-            wire_dispatch=WIRE_FORMATS[config.wire.dispatch],
-            wire_combine=WIRE_FORMATS[config.wire.combine],
-            layer=index,
-            width=plan.shape.payload_width,
-            top_k=plan.shape.top_k,
-            dtype=plan.dtype,
-        )
-        made = {"seed": seed, "layer": index, "dtype": plan.dtype, "device": world.device}
-        experts = Experts(plan.shape, plan.placement.local_experts(world.rank).tolist(), **made)
-        dispatcher = build_dispatcher(config.dispatcher.name, setup)
-        layers.append(MoELayer(plan.shape, experts, dispatcher, **made))
-    return layers
 
 
 class EventWriter:
@@ -117,69 +108,153 @@ class EventWriter:
 
 def measure(
     plan: Plan, world: World, folder: Path, progress: Callable[[], None] = lambda: None
-) -> RankLog:
-    """Run warm-up and measured steps; a collective. `progress` is called after each layer."""
-    config = plan.config
-    meter = TrafficMeter(plan.num_layers, world.world_size)
-    layers = build_layers(plan, world, Transport(world, meter))
-    experts = Stopwatch()
-    for layer in layers:
-        experts.watch(layer.experts)
+) -> tuple[RankLog, dict[int, LayerGradients]]:
+    """Run warm-up and measured steps; a collective. `progress` is called after each layer.
 
+    returns: the log for rank 0, and by layer the gradients that stay here until they are asked for
+    """
+    config = plan.config
+    meter = TrafficMeter(plan.num_layers, world.world_size, plan.directions, plan.phases)
+    roads = [Roads.build(plan, world, meter) for _ in range(config.chunks)]
+    run = _Run(plan, world, roads, build_layers(plan, world, roads), progress)
     tiers = plan.topology.tiers()[world.rank]
-    topk_ids, topk_weights = [], []
-    samples: dict[int, LayerSample] = {}
-    step_seconds = 0.0
-    with EventLog(folder, world.rank, tiers, KINDS) as log, torch.inference_mode():
+    with EventLog(folder, world.rank, tiers, KINDS) as log:
         meter.enabled = False
         for step in range(config.warmup):
-            _forward(plan, world, layers, config.steps + step, progress)
+            run.warm_up(config.steps + step)
         meter.enabled, meter.on_phase = True, (events := EventWriter(log, meter))
-        experts.seconds = 0.0
+        if plan.rebalances:
+            placements, layers = rebalance(plan, world, roads, run.layers, run.choices())
+            run = _Run(plan.placed(placements), world, roads, layers, progress)
+        run.start_measuring()
         for events.step in range(config.steps):
-            started = time.perf_counter()
-            inputs, outputs = _forward(plan, world, layers, events.step, progress)
-            step_seconds += time.perf_counter() - started
-            topk_ids.append(_stack([out.topk_ids for out in outputs], np.int32))
-            topk_weights.append(_stack([out.topk_weights for out in outputs], np.float32))
-            for layer, (x, out) in enumerate(zip(inputs, outputs, strict=True)):
-                if config.reference and sampled_step(layer, config.steps) == events.step:
-                    samples[layer] = _sample(x, out)
+            run.step(events.step)
         meter.on_phase = None
-    return RankLog(
-        meter=meter,
-        topk_ids=np.stack(topk_ids),
-        topk_weights=np.stack(topk_weights),
-        samples=samples,
-        experts_seconds=experts.seconds,
-        step_seconds=step_seconds,
-    )
+    return run.log(meter), run.gradients
 
 
-def _forward(
-    plan: Plan,
-    world: World,
-    layers: list[MoELayer],
-    step: int,
-    progress: Callable[[], None],
-) -> tuple[list[Tensor], list[LayerOutput]]:
-    """One forward pass of this rank's tokens: every layer's input and output."""
-    seed, shape = plan.config.seed, plan.shape
-    first, tokens = int(plan.first_token[world.rank]), int(plan.tokens_per_rank[world.rank])
-    choose = ROUTERS[plan.config.router.name].choose
-    x = torch.from_numpy(token_hidden(seed, step, first, tokens, shape.hidden_size))
-    x = x.to(world.device, plan.dtype)
-    inputs, outputs = [], []
-    for index, layer in enumerate(layers):
-        ids = None
-        if choose is not None:
-            chosen = choose(seed, step, index, first, tokens, shape.num_experts, shape.top_k)
-            ids = torch.from_numpy(chosen).to(world.device)
-        inputs.append(pre_norm(x))
-        outputs.append(layer(inputs[-1], ids))
-        x = x + outputs[-1].hidden
-        progress()
-    return inputs, outputs
+class _Run:
+    """The layers of a rank and what has been seen of them."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        world: World,
+        roads: Sequence[Roads],
+        layers: list[MoELayer],
+        progress: Callable[[], None],
+    ) -> None:
+        self.plan, self.world, self.roads, self.layers = plan, world, roads, layers
+        self._progress = progress
+        self.gradients: dict[int, LayerGradients] = {}
+        self._experts = Stopwatch()
+        for layer in layers:
+            self._experts.watch(layer.experts)
+        self._outputs: list[list[LayerOutput]] = []  # [step][layer], without their history
+        self._samples: dict[int, LayerSample] = {}
+        self._seconds = 0.0
+
+    def warm_up(self, step: int) -> None:
+        """A pass that leaves no trace but the choices, in `choices`."""
+        if self.plan.training:
+            _, outputs = self._train(step)
+        else:
+            with torch.inference_mode():
+                _, outputs, _ = self._forward(step)
+        self._outputs.append([_without_history(out) for out in outputs])
+
+    def choices(self) -> np.ndarray:
+        """topk_ids of the passes so far: int32 [steps, L, T, K]"""
+        return self._stack(lambda out: out.topk_ids, np.int32)
+
+    def start_measuring(self) -> None:
+        """Forget the warm-up."""
+        self._outputs, self._experts.seconds = [], 0.0
+
+    def step(self, step: int) -> None:
+        """A measured step."""
+        started = time.perf_counter()
+        if self.plan.training:
+            inputs, outputs = self._train(step)
+        else:
+            with torch.inference_mode():
+                inputs, outputs, _ = self._forward(step)
+        self._seconds += time.perf_counter() - started
+        self._outputs.append([_without_history(out) for out in outputs])
+        for index, (x, out) in enumerate(zip(inputs, outputs, strict=True)):
+            if self.plan.config.reference and sampled_step(index, self.plan.config.steps) == step:
+                self._samples[index] = _sample(x, out)
+                if self.plan.training:
+                    self.gradients[index] = local_gradients(self.layers[index])
+
+    def log(self, meter: TrafficMeter) -> RankLog:
+        """What rank 0 is told."""
+        return RankLog(
+            meter=meter,
+            topk_ids=self.choices(),
+            topk_weights=self._stack(lambda out: out.topk_weights, np.float32),
+            slots=self._slots(),
+            placements=self.plan.placements,
+            samples=self._samples,
+            num_dropped=sum(out.num_dropped for step in self._outputs for out in step),
+            experts_seconds=self._experts.seconds,
+            step_seconds=self._seconds,
+        )
+
+    def _forward(self, step: int) -> tuple[list[Tensor], list[LayerOutput], Tensor]:
+        """One forward pass of this rank's tokens: every layer's input and output, and the end."""
+        plan, rank = self.plan, self.world.rank
+        first, tokens = int(plan.first_token[rank]), int(plan.tokens_per_rank[rank])
+        x = token_hidden(plan.config.seed, step, first, tokens, plan.shape.hidden_size)
+        x = torch.from_numpy(x).to(self.world.device, plan.dtype)
+        x.requires_grad_(torch.is_grad_enabled())
+        inputs, outputs = [], []
+        for index, layer in enumerate(self.layers):
+            ids, weights = self._chosen(step, index, first, tokens)
+            inputs.append(pre_norm(x))
+            outputs.append(layer(inputs[-1], ids, weights, first))
+            x = x + outputs[-1].hidden
+            self._progress()
+        return inputs, outputs, x
+
+    def _chosen(
+        self, step: int, layer: int, first: int, tokens: int
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """What the run's routing says of these tokens; None is left to the layer's router."""
+        choice = self.plan.routing.choose(step, layer, first, tokens)
+        if choice is None:
+            return None, None
+        ids = torch.from_numpy(choice.topk_ids).to(self.world.device)
+        if choice.topk_weights is None:
+            return ids, None
+        return ids, torch.from_numpy(choice.topk_weights).to(self.world.device)
+
+    def _train(self, step: int) -> tuple[list[Tensor], list[LayerOutput]]:
+        """A forward and a backward pass, gradients synchronised at the end."""
+        inputs, outputs, end = self._forward(step)
+        backward(self.plan, self.world, self.layers, inputs, outputs, end, step)
+        synchronise(self.plan, self.world, self.roads[0], self.layers)
+        return inputs, outputs
+
+    def _slots(self) -> np.ndarray | None:
+        """Recorded slots [steps, L, T, K]: -1 for no expert; None where no expert has replicas."""
+        placements = self.plan.placements
+        if not any(placement.num_redundant_experts for placement in placements):
+            return None
+
+        def slots(placement: ExpertPlacement, out: LayerOutput) -> np.ndarray:
+            if out.slots is None:  # replicas in other layers only
+                return np.append(placement.logical_to_physical, -1)[out.topk_ids.cpu().numpy()]
+            chosen = out.slots.cpu().numpy()
+            return np.where(chosen < placement.num_slots, chosen, -1)
+
+        steps = [list(map(slots, placements, step)) for step in self._outputs]
+        return np.array(steps, dtype=np.int32)
+
+    def _stack(self, part: Callable[[LayerOutput], Tensor], dtype: type) -> np.ndarray:
+        """[steps, L, T, K]"""
+        steps = [[part(out).cpu().numpy() for out in step] for step in self._outputs]
+        return np.array(steps, dtype=dtype)
 
 
 def sampled_step(layer: int, num_steps: int) -> int:
@@ -188,9 +263,18 @@ def sampled_step(layer: int, num_steps: int) -> int:
 
 
 def _sample(x: Tensor, out: LayerOutput) -> LayerSample:
-    return LayerSample(x.cpu(), out.routed.cpu(), out.hidden.cpu(), out.topk_weights.cpu())
+    return LayerSample(
+        *(part.detach().cpu() for part in (x, out.routed, out.hidden, out.topk_weights)),
+        grad_x=None if x.grad is None else x.grad.cpu(),
+        grad_hidden=None if out.hidden.grad is None else out.hidden.grad.cpu(),
+    )
 
 
-def _stack(tensors: list[Tensor], dtype: type) -> np.ndarray:
-    """[L] tensors [T, K] -> [L, T, K]"""
-    return np.stack([tensor.cpu().numpy().astype(dtype) for tensor in tensors])
+def _without_history(out: LayerOutput) -> LayerOutput:
+    """Ids and weights only: what a step leaves behind must not keep its graph alive."""
+    return replace(
+        out,
+        hidden=out.hidden.detach()[:0],
+        routed=out.routed.detach()[:0],
+        topk_weights=out.topk_weights.detach(),
+    )

@@ -30,6 +30,11 @@ class Purpose(IntEnum):
     LATENT_DOWN = 5
     LATENT_UP = 6
     SHARED = 7
+    WEIGHTED_IDS = 8  # index = step
+    MARKOV_IDS = 9  # index = step
+    GROUP_SCORES = 10  # index = step
+    HOT_ORDER = 11  # which experts or ranks of a layer are the hot ones
+    BURSTS = 12  # index = number of a group of (step, layer) pairs
 
 
 def random_words(

@@ -1,24 +1,38 @@
-"""What a run is, once the ranks have met: shapes, nodes, owners and tokens, equal on every rank."""
+"""What a run is, once the ranks have met: shapes, nodes, owners and tokens, equal on every rank.
+
+world       R ranks
+EP groups   ep_size consecutive ranks each; every group holds all experts
+shards      inside a group, expert_tp consecutive ranks share each expert
+lane        every expert_tp-th rank of a group: those among which a dispatcher works
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
 
-from comm.placement import ExpertPlacement, build_placement
+from comm.meter import ALL_PHASES, DIRECTIONS, PHASES
+from comm.placement import PLACEMENTS, ExpertPlacement, build_placement, placement_from_slots
 from comm.topology import Topology
 from comm.world import World, gather_topology
 from moe.model import ModelShape, scaled
+from moe.placement_files import read_placement
+from moe.routing import build_source
+from moe.routing.base import RoutingContext, RoutingSource
 from moe.settings import Config
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+Partition = tuple[tuple[int, ...], ...]  # of the world's ranks
 
 
 @dataclass(frozen=True)
 class Plan:
     """shape: the network as it runs; full_shape: as it was published
+    placements: of each layer, over the positions of a lane; before a rebalance, if there is one
     tokens_per_rank: int64 [R]
     """
 
@@ -26,7 +40,7 @@ class Plan:
     shape: ModelShape
     full_shape: ModelShape
     topology: Topology
-    placement: ExpertPlacement
+    placements: tuple[ExpertPlacement, ...]
     tokens_per_rank: np.ndarray
 
     @property
@@ -38,6 +52,37 @@ class Plan:
         return self.shape.num_moe_layers
 
     @property
+    def training(self) -> bool:
+        return self.config.mode == "training"
+
+    @property
+    def rebalances(self) -> bool:
+        """Do experts move between warm-up and measurement?"""
+        return self.config.placement.name == "balance"
+
+    @property
+    def replicates(self) -> bool:
+        """May an expert have more than one slot?"""
+        return self.config.placement.name in ("balance", "file")
+
+    @property
+    def directions(self) -> tuple[str, ...]:
+        """The ledger's axis of directions."""
+        return DIRECTIONS if self.training else DIRECTIONS[:1]
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """The ledger's axis of phases: those that this run has."""
+        sharded = self.config.expert_tp > 1
+        present = {
+            "tp_gather": sharded and self.config.expert_tp_mode == "gather",
+            "tp_reduce": sharded,
+            "rebalance": self.rebalances,
+            "grad_sync": self.training,
+        }
+        return PHASES + tuple(phase for phase in ALL_PHASES if present.get(phase))
+
+    @property
     def first_token(self) -> np.ndarray:
         """int64 [R], the global number of each rank's first token"""
         return np.cumsum(self.tokens_per_rank) - self.tokens_per_rank
@@ -47,16 +92,104 @@ class Plan:
         """int64 [tokens], the rank of each global token"""
         return np.repeat(np.arange(len(self.tokens_per_rank)), self.tokens_per_rank)
 
+    @cached_property
+    def groups(self) -> Partition:
+        """The expert-parallel groups."""
+        size, ranks = self.config.group_size, range(self.topology.world_size)
+        return tuple(tuple(ranks[first : first + size]) for first in ranks[::size])
+
+    @cached_property
+    def lanes(self) -> Partition:
+        shards = self.config.expert_tp
+        return tuple(group[shard::shards] for group in self.groups for shard in range(shards))
+
+    @cached_property
+    def shard_groups(self) -> Partition:
+        """The ranks that share their experts' weights."""
+        shards, ranks = self.config.expert_tp, range(self.topology.world_size)
+        return tuple(tuple(ranks[first : first + shards]) for first in ranks[::shards])
+
+    def lane_of(self, rank: int) -> tuple[int, ...]:
+        return next(lane for lane in self.lanes if rank in lane)
+
+    def nodes_of_lane(self, rank: int) -> tuple[int, ...]:
+        """The node of each position of this rank's lane."""
+        return tuple(self.topology.node_of_rank[other] for other in self.lane_of(rank))
+
+    @cached_property
+    def lane_nodes(self) -> Partition:
+        """The ranks of each lane, node by node."""
+        node = self.topology.node_of_rank
+        return tuple(
+            tuple(rank for rank in lane if node[rank] == one)
+            for lane in self.lanes
+            for one in dict.fromkeys(node[rank] for rank in lane)
+        )
+
+    @cached_property
+    def routing(self) -> RoutingSource:
+        """Who chooses the experts of each token."""
+        shape, config = self.shape, self.config
+        expert_rank = [
+            placement.slot_rank[placement.logical_to_physical] for placement in self.placements
+        ]
+        context = RoutingContext(
+            seed=config.seed,
+            num_experts=shape.num_experts,
+            top_k=shape.top_k,
+            num_layers=self.num_layers,
+            num_steps=config.steps,
+            tokens_per_rank=tuple(self.tokens_per_rank.tolist()),
+            expert_rank=np.stack(expert_rank),
+            group_size=config.num_positions,
+            num_expert_groups=shape.num_expert_groups,
+            num_limited_groups=shape.num_limited_groups,
+            group_score=shape.group_score,
+            options=config.router,
+        )
+        return build_source(config.router.name, context)
+
+    @property
+    def weights_given(self) -> bool:
+        """Do the weights come with the choices? Then the layers' routers have no say in them."""
+        choice = self.routing.choose(0, 0, 0, 0)
+        return choice is not None and choice.topk_weights is not None
+
+    def placed(self, placements: tuple[ExpertPlacement, ...]) -> Plan:
+        """The same run with experts elsewhere; who chooses them stays."""
+        moved = replace(self, placements=placements)
+        moved.__dict__["routing"] = self.routing
+        return moved
+
 
 def make_plan(config: Config, world: World) -> Plan:
     """A collective: the ranks tell each other their nodes."""
     topology = gather_topology(world, config.topology.ranks_per_node, config.topology.node_of_rank)
+    return plan_on(config, topology)
+
+
+def plan_on(config: Config, topology: Topology) -> Plan:
+    """The plan of a run whose nodes are known. Raises ValueError for a file that does not fit."""
     shape = scaled(config.model, config.scale)
     return Plan(
         config=config,
         shape=shape,
         full_shape=config.model,
         topology=topology,
-        placement=build_placement(config.placement.name, shape.num_experts, world.world_size),
+        placements=_placements(config, shape),
         tokens_per_rank=np.asarray(config.tokens_per_rank, dtype=np.int64),
     )
+
+
+def _placements(config: Config, shape: ModelShape) -> tuple[ExpertPlacement, ...]:
+    """Of each layer, before a rebalance."""
+    wanted, positions = config.placement, config.num_positions
+    if wanted.name == "file":
+        assert wanted.path is not None  # validated
+        layers = read_placement(wanted.path, shape.num_moe_layers, shape.num_experts, positions)
+        return tuple(
+            placement_from_slots("file", shape.num_experts, *slots)
+            for slots in layers[: shape.num_moe_layers]
+        )
+    name = wanted.name if wanted.name in PLACEMENTS else "contiguous"
+    return (build_placement(name, shape.num_experts, positions),) * shape.num_moe_layers

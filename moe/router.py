@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe.experts import seeded_weight
+from moe.experts import router_weight, seeded_weight
 from moe.model import ModelShape
 from moe.philox import Purpose
 
@@ -42,9 +42,7 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         self.shape = shape
-        size = (shape.num_experts, shape.hidden_size)
-        weight = seeded_weight(seed, Purpose.ROUTER, layer, 0, size, shape.hidden_size**-0.5)
-        self.weight = nn.Parameter(weight.to(device))
+        self.weight = nn.Parameter(router_weight(shape, seed, layer).to(device))
         bias = torch.zeros(shape.num_experts)
         if shape.expert_bias:
             bias = seeded_weight(seed, Purpose.EXPERT_BIAS, layer, 0, bias.shape, _BIAS_STD)

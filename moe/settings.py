@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any, get_type_hints
 
 from moe.model import ModelShape, ScaleConfig
+from moe.routing.options import RouterOptions
 
 USAGE_ERROR, RANK_FAILED, UNFIT = 2, 6, 7  # exit statuses; moe.cli.STATUSES says them in words
 DEFAULT_RANKS = 8
@@ -23,16 +24,26 @@ MAX_RANKS = 4096  # processes on one machine: far beyond what any of today's can
 JOBS = {
     "emulate": "run the layers on real ranks, count every byte, compare it with the predictions",
     "bench": "time dispatch and combine against the raw all-to-all of the same bytes",
+    "predict": "what uniform routing lets one expect, in every convention of the field; no ranks",
 }
 UNUSED = {  # job -> the keys, or the first parts of keys, that mean nothing to it
     "emulate": ("bench",),
     "bench": (
         *("scale", "router", "placement", "dispatcher", "wire", "topology", "tokens", "steps"),
-        *("warmup", "layers", "dtype", "reference", "record_routing", "traffic_csv"),
+        *("warmup", "layers", "dtype", "reference", "record_routing", "traffic_csv", "chunks"),
+        *("mode", "ep_size", "expert_tp", "expert_tp_mode"),
+    ),
+    "predict": (
+        *("bench", "scale", "router", "placement", "steps", "warmup", "layers", "seed", "dtype"),
+        *("device", "backend", "reference", "record_routing", "traffic_csv", "timeout_s"),
+        *("output_dir", "chunks", "mode", "expert_tp", "expert_tp_mode", "dispatcher"),
     ),
 }
 DTYPES = ("fp32", "bf16", "fp16")
-WIRES = ("fp32", "bf16", "fp16", "fp8_block128", "mxfp8")
+WIRES = ("fp32", "bf16", "fp16", "fp8_block128", "mxfp8", "mxfp4", "nvfp4")
+REPLICA_CHOICES = ("round_robin", "random", "nearest")
+EXPERT_TP_MODES = ("gather", "all")
+MODES = ("inference", "training")
 
 
 class ConfigError(ValueError):
@@ -67,25 +78,44 @@ def group(text: str) -> Any:
     return field(metadata={"text": text, "group": True})
 
 
-@dataclass(frozen=True)
-class RouterConfig:
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig(RouterOptions):
+    """The name of a routing source, and the options of all of them."""
+
     name: str
 
 
 @dataclass(frozen=True)
 class PlacementConfig:
     name: str
+    num_redundant_experts: int | None = key(
+        None,
+        "placement=balance: slots beyond one an expert; null: the fewest that fill the ranks",
+        minimum=0,
+    )
+    replica_choice: str = key(
+        "round_robin", "which replica of an expert serves a token", REPLICA_CHOICES
+    )
+    path: str | None = key(None, "placement=file: 0/1 arrays, a slot map or a slot list")
 
 
 @dataclass(frozen=True)
 class DispatcherConfig:
     name: str
+    capacity_factor: float = key(
+        1.25, "dispatcher=padded: slots for each (source, expert), in mean loads"
+    )
+    renormalize: bool = key(
+        False, "dispatcher=padded: a token's kept weights take over those of dropped experts"
+    )
+    deduplicate: bool = key(False, "dispatcher=one_sided: one row a rank instead of one an expert")
 
 
 @dataclass(frozen=True)
 class WireConfig:
     dispatch: str = key("bf16", "format of rows on their way to the experts", WIRES)
     combine: str = key("bf16", "format of rows on their way back", WIRES)
+    backward: str = key("bf16", "format of gradients, both ways", WIRES)
 
 
 @dataclass(frozen=True)
@@ -136,6 +166,17 @@ class Config:
     steps: int = key(1, "measured forward passes", minimum=1)
     warmup: int = key(1, "forward passes run first and left out of every figure", minimum=0)
     layers: int | None = key(None, "MoE layers to run; null: as many as scale says", minimum=1)
+    mode: str = key("inference", "training: also backward, and gradients are synchronised", MODES)
+    chunks: int = key(1, "parts of a layer's tokens, one travels while another computes", minimum=1)
+    ep_size: int | None = key(
+        None, "ranks of an expert-parallel group; null: all. Groups lie side by side", minimum=1
+    )
+    expert_tp: int = key(1, "ranks that share each expert, inside a group", minimum=1)
+    expert_tp_mode: str = key(
+        "gather",
+        "tokens reach one rank that shares with the others, or all of them",
+        EXPERT_TP_MODES,
+    )
     seed: int = key(0, "of weights, hidden states and synthetic routing", minimum=0)
     dtype: str = key("fp32", "type of the computation", DTYPES)
     device: str = key("cpu", "where the ranks compute", ("cpu", "cuda"))
@@ -152,6 +193,16 @@ class Config:
     @property
     def world_size(self) -> int:
         return DEFAULT_RANKS if self.ranks is None else self.ranks
+
+    @property
+    def group_size(self) -> int:
+        """Ranks of an expert-parallel group."""
+        return self.world_size if self.ep_size is None else self.ep_size
+
+    @property
+    def num_positions(self) -> int:
+        """Ranks among which a dispatcher works, and over which experts are placed."""
+        return self.group_size // self.expert_tp
 
     @property
     def tokens_per_rank(self) -> tuple[int, ...]:
@@ -173,8 +224,8 @@ class Key:
     default: Any
     text: str = ""
     choices: tuple[str, ...] = ()
-    minimum: int | None = None
-    maximum: int | None = None
+    minimum: float | None = None
+    maximum: float | None = None
     group: bool = False
 
 
@@ -186,7 +237,10 @@ def keys(cls: Any = Config, prefix: str = "") -> dict[str, Key]:
     for item in fields(cls):
         name, hint = prefix + item.name, hints[item.name]
         if not is_dataclass(hint) or "group" in item.metadata:
-            found[name] = Key(name, hint, item.default, **item.metadata)
+            about = dict(item.metadata)
+            if users := about.pop("routers", ()):
+                about["text"] += f"; of {', '.join(users)}"
+            found[name] = Key(name, hint, item.default, **about)
         if is_dataclass(hint):
             found |= keys(hint, name + ".")
     return found

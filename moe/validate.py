@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from comm.topology import divisibility_message
+from moe.combinations import why_not
 from moe.model import scaled
 from moe.settings import WIRES, Config, ConfigError, Key, keys, no_such, shown
 
@@ -34,6 +35,8 @@ def validate(config: Config, options: Callable[[str], list[str]]) -> None:
     _check_model(config)
     _check_ranks(config)
     _check_tokens(config)
+    if reason := why_not(config):
+        raise ConfigError(reason)
     _check_surroundings(config)
     check_output_dir(config.output_dir)
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from comm.dispatch import build_dispatcher
-from comm.dispatch.base import DispatchSetup
+from comm.dispatch.base import DispatchOptions, DispatchSetup
 from comm.meter import Position, TrafficMeter
 from comm.placement import build_placement
 from comm.transport import Transport
@@ -106,8 +106,9 @@ def out_and_back(world, cases):
         transport.staging("received", 4096, 256).fill_(0xAB)
         transport.staging("sent", 4096, 256).fill_(0xCD)
         formats = (WIRE_FORMATS[wire], WIRE_FORMATS[wire])
+        roomy = DispatchOptions(capacity_factor=num_experts / top_k)  # nothing is dropped
         dispatcher = build_dispatcher(
-            name, DispatchSetup(transport, placement, *formats, 0, width, top_k)
+            name, DispatchSetup(transport, placement, *formats, 0, width, top_k, options=roomy)
         )
         hidden, ids, weights = batch(
             world, tokens[world.rank % len(tokens)], top_k, width, num_experts, absent

@@ -54,7 +54,7 @@ def slow_combine(dispatcher, placement, token, ids, weights):
         for expert, weight in zip(ids, weights, strict=True)
         if expert >= 0
     ]
-    if dispatcher == "all_to_all":
+    if dispatcher in ("all_to_all", "padded"):
         groups = [terms]
     else:
         groups = [[t for t in terms if t[0] == rank] for rank in sorted({t[0] for t in terms})]

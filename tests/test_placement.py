@@ -1,9 +1,14 @@
-"""Who owns which expert, remainders first."""
+"""Who owns which expert, remainders first, then replicas."""
 
 import numpy as np
 import pytest
 
-from comm.placement import PLACEMENTS, ExpertPlacement, build_placement
+from comm.placement import (
+    PLACEMENTS,
+    ExpertPlacement,
+    build_placement,
+    placement_from_slots,
+)
 
 
 def test_the_worked_example():
@@ -63,3 +68,80 @@ def test_a_missing_expert_is_refused():
 def test_sizes_below_one_are_refused():
     with pytest.raises(ValueError, match="num_experts=0"):
         build_placement("contiguous", 0, 2)
+
+
+REPLICATED = placement_from_slots("by hand", 4, [0, 1, 2, 0, 2, 3], [0, 3, 6])
+
+
+def test_the_worked_example_with_replicas():
+    """The second picture at the top of comm/placement.py."""
+    assert REPLICATED.num_slots == 6
+    assert REPLICATED.num_redundant_experts == 2
+    assert REPLICATED.replica_count.tolist() == [2, 1, 2, 1]
+    assert REPLICATED.replicas.tolist() == [[0, 3], [1, -1], [2, 4], [5, -1]]
+    assert REPLICATED.logical_to_physical.tolist() == [0, 1, 2, 5]
+    assert REPLICATED.slot_on_rank.tolist() == [[0, 1, 2, -1], [3, -1, 4, 5]]
+    assert REPLICATED.slot_rank.tolist() == [0, 0, 0, 1, 1, 1]
+    assert REPLICATED.local_experts(1).tolist() == [0, 2, 3]
+
+
+def test_replicas_are_ascending_whatever_the_order_on_a_rank():
+    placement = placement_from_slots("any order", 3, [2, 0, 1, 2, 2, 0], [0, 2, 4, 6])
+    assert placement.replicas.tolist() == [[1, 5, -1], [2, -1, -1], [0, 3, 4]]
+    assert placement.logical_to_physical.tolist() == [1, 2, 0]
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_without_redundant_experts_each_has_one_replica(name):
+    placement = build_placement(name, 30, 8)
+    assert placement.num_redundant_experts == 0
+    assert placement.replicas.tolist() == placement.logical_to_physical[:, None].tolist()
+
+
+def test_a_layer_whose_ranks_hold_8_or_9():
+    """Field case 14: redundancy differs by layer, and even by rank; both load."""
+    for slots_of_rank in ([8] * 32, [9] * 32, [9] * 10 + [8] * 22):
+        starts = np.cumsum([0, *slots_of_rank])
+        experts = [
+            (8 * rank + place) % 256
+            for rank, slots in enumerate(slots_of_rank)
+            for place in range(slots)
+        ]
+        placement = placement_from_slots("file", 256, np.array(experts, dtype=np.int32), starts)
+        assert placement.slots_per_rank.tolist() == slots_of_rank
+        assert placement.physical_to_logical.dtype == np.int64
+        assert placement.num_redundant_experts == sum(slots_of_rank) - 256
+
+
+def test_a_rank_may_own_nothing():
+    placement = placement_from_slots("empty", 2, [0, 1, 0], [0, 0, 2, 2, 3])
+    assert placement.slots_per_rank.tolist() == [0, 2, 0, 1]
+    assert placement.replicas.tolist() == [[0, 2], [1, -1]]
+
+
+def test_the_given_arrays_are_copied():
+    slots = np.array([0, 1])
+    placement = placement_from_slots("copied", 2, slots, [0, 1, 2])
+    slots[:] = 7
+    assert placement.local_experts(1).tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("experts", "first_slot", "message"),
+    [
+        ([0, 1, 2, 1], [0, 2, 4], r"placement file: .*0\.\.3 .*without a slot: 3; unknown: none"),
+        ([0, 1, 2, 7], [0, 2, 4], r"without a slot: 3; unknown: 7"),
+        ([0, 1, 2, -1], [0, 2, 4], r"without a slot: 3; unknown: -1"),
+        ([0, 1, 2, 3, 2], [0, 2, 5], r"placement file: rank 1 holds expert 2 more than once"),
+        ([0, 1, 2, 3], [0, 2, 5], r"first_slot must rise from 0 .* \(4\); it is 0, 2, 5"),
+        ([0, 1, 2, 3], [1, 2, 4], r"it is 1, 2, 4"),
+        ([0, 1, 2, 3], [0, 3, 2, 4], r"it is 0, 3, 2, 4"),
+        ([0, 1, 2, 3], [0], r"first_slot must rise"),
+        ([0.0, 1, 2, 3], [0, 2, 4], r"physical_to_logical must be .*whole.* float64 \[4\]"),
+        ([[0, 1, 2, 3]], [0, 2, 4], r"physical_to_logical must be a list"),
+        ([0, 1, 2, 3], [0, 2.5, 4], r"first_slot must be .*whole"),
+    ],
+)
+def test_what_is_no_placement_is_refused_by_name(experts, first_slot, message):
+    with pytest.raises(ValueError, match=message):
+        placement_from_slots("file", 4, experts, first_slot)

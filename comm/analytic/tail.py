@@ -12,8 +12,11 @@ from math import ceil, floor, sqrt
 import numpy as np
 from numpy.typing import NDArray
 
-from comm.analytic.traffic import Population, RowLaw
+from comm.analytic.row_laws import Population, RowLaw
 
+# Below this many expected hits or misses the exact tail replaces z. 25 is the least that will do:
+# a Poisson count of mean 25 passes z = 5 twelve times as often as a normal one, of mean 400 1.6.
+RARE_EVENTS = 400.0
 NEGLIGIBLE = 1e-300  # the smallest probability told apart from zero
 
 

@@ -1,35 +1,43 @@
-"""Expected traffic of a whole run under uniform routing: mean and deviation of its bytes.
+"""Expected traffic of a whole run under a router's law: mean and deviation of its bytes.
 
-The rows of one token (`fanout`) are added over tokens, sources and layers, which are independent,
-so their variances add. Bytes are rows times a constant: phases and kinds move the *same* rows, so
-across them standard deviations add. Tiers of one token are correlated; a scope that joins two of
-them ("remote") is therefore one set of ranks with a law of its own, never a sum of two laws.
+    patterns    rows that a hit or a copy brings, in each scope      (geometry)
+    serving     who serves a pick, where experts have replicas       (shares)
+    row_laws    the law of the rows of one token                     (fanout, skew)
+    populations the tokens of a layer and the law of each
+    markov      what neighbouring tokens share
+    traffic     all of it added up and turned into bytes
 
-Legend: L layers, R ranks.
+Rows that are the same rows form a *flow*: dispatch and combine, forward and backward, of all lanes.
+Inside a flow bytes are rows times a constant, so standard deviations add over its phases, kinds and
+directions. Between flows (rows of shards, choices beyond a capacity) they are added too: an upper
+bound, whatever the correlation. Tokens, layers and steps are independent: their variances add.
+Tiers of one token are correlated; a scope that joins two of them ("remote") is one law, never a sum.
+
+Legend: L layers, D directions, P phases, R ranks.
 """
+
+from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from math import sqrt
 
 import numpy as np
 from numpy.typing import NDArray
 
-from comm.analytic.fanout import Constant, Copies, Distinct
-from comm.analytic.rows import KINDS, PHASES, check_dispatcher, counts_bytes, row_bytes
-from comm.topology import LinkTier
+from comm.analytic.choices import capacity
+from comm.analytic.law import Law, NoLaw
+from comm.analytic.paths import TWO_HOPS, Paths, shard_mates, slots_on_rank
+from comm.analytic.patterns import SCOPES, dispatched, gathered, scope_sums
+from comm.analytic.populations import Destinations, LayerRows, Tokens
+from comm.analytic.row_laws import Population, RowLaw
+from comm.analytic.rows import KINDS, PAYLOAD_KINDS, ROW_PHASES, counts_bytes, row_bytes
+from comm.analytic.run import IntArray, RunShape
+from comm.analytic.serving import Unlawful
 
-SCOPES = {
-    "self": (LinkTier.SELF,),
-    "scale_up": (LinkTier.SCALE_UP,),
-    "scale_out": (LinkTier.SCALE_OUT,),
-    "remote": (LinkTier.SCALE_UP, LinkTier.SCALE_OUT),
-}
-
-RowLaw = Constant | Copies | Distinct
-# Independent tokens: (how many, law of the rows of each).
-Population = tuple[tuple[int, RowLaw], ...]
+Cell = tuple[str, str]  # direction, phase
 
 
 @dataclass(frozen=True)
@@ -41,22 +49,40 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class ExpectedTraffic:
-    """What uniform routing lets one expect of a run, all ranks and measured steps together.
+class Flow:
+    """Rows of tokens that several phases move, all of them the same rows.
 
-    rows_mean, rows_var: [L, scope] dispatched rows; as many are combined
-    bytes_per_row: [phase, kind] int64
-    fixed_bytes: [L, phase, kind, scope] int64, the counts messages
-    populations: [L][scope] tokens and their laws, for tests that need more than two moments
+    rows_mean, rows_var: [L, scope]
+    bytes_per_row: [D, P, kind] int64; negative where a row takes the place of padding
+    populations: [L][scope] independent tokens and their laws; None where no tail can be computed
+        from them: too many rows for it to matter, correlated tokens, or a law without distribution
+    destinations: [L] mean and covariance of the rows by destination, forward dispatch; None: no law
+    bounded: the variance is an upper bound, so that no test can be built on it
     """
 
+    name: str
     rows_mean: NDArray[np.float64]
     rows_var: NDArray[np.float64]
     bytes_per_row: NDArray[np.int64]
+    populations: tuple[tuple[Population | None, ...], ...]
+    destinations: tuple[Destinations | None, ...]
+    bounded: bool = False
+
+
+@dataclass(frozen=True)
+class ExpectedTraffic:
+    """What a law lets one expect of a run: all ranks and measured steps, phases that move tokens.
+
+    fixed_bytes: [L, D, P, kind, scope] int64, what does not vary: counts messages, padded buffers
+    phases: those of dispatch, combine, tp_gather, tp_reduce that the run has. Moving experts and
+        synchronising gradients are not left to chance and not here: `of` refuses them
+    """
+
+    flows: tuple[Flow, ...]
     fixed_bytes: NDArray[np.int64]
-    populations: tuple[tuple[Population, ...], ...]
+    directions: tuple[str, ...]
+    phases: tuple[str, ...]
     scopes: tuple[str, ...] = tuple(SCOPES)
-    phases: tuple[str, ...] = PHASES
     kinds: tuple[str, ...] = KINDS
 
     def of(
@@ -65,102 +91,70 @@ class ExpectedTraffic:
         layers: Sequence[int] | None = None,
         phases: Sequence[str] | None = None,
         kinds: Sequence[str] | None = None,
+        directions: Sequence[str] | None = None,
     ) -> Estimate:
-        """Bytes of a scope, summed over the named layers, phases and kinds (None: all)."""
-        s = self.scopes.index(scope)
-        chosen = slice(None) if layers is None else list(layers)
-        cells = np.ix_(_positions(self.phases, phases), _positions(self.kinds, kinds))
-        per_row = int(self.bytes_per_row[cells].sum())
-        fixed = sum(int(layer[cells].sum()) for layer in self.fixed_bytes[chosen, :, :, s])
-        mean = float(self.rows_mean[chosen, s].sum()) * per_row + fixed
-        return Estimate(mean, per_row * sqrt(self.rows_var[chosen, s].sum()))
+        """Bytes of a scope, summed over the named layers, phases, kinds, directions (None: all).
 
-    def population(self, scope: str, layers: Sequence[int] | None = None) -> Population:
-        """The tokens of the named layers, equal laws brought together."""
-        chosen = range(len(self.populations)) if layers is None else layers
+        Raises KeyError for a phase, kind, direction or scope that the run has no law for.
+        """
+        s = self._positions("scopes", [scope])[0]
+        chosen = np.arange(len(self.fixed_bytes)) if layers is None else list(layers)
+        cells = np.ix_(
+            self._positions("directions", directions),
+            self._positions("phases", phases),
+            self._positions("kinds", kinds),
+        )
+        mean = float(sum(int(layer[cells].sum()) for layer in self.fixed_bytes[chosen, ..., s]))
+        std = 0.0
+        for flow in self.flows:
+            per_row = int(flow.bytes_per_row[cells].sum())
+            mean += float(flow.rows_mean[chosen, s].sum()) * per_row
+            std += abs(per_row) * sqrt(flow.rows_var[chosen, s].sum())
+        return Estimate(mean, std)
+
+    def population(
+        self, flow: Flow, scope: str, layers: Sequence[int] | None = None
+    ) -> Population | None:
+        """The tokens of the named layers, equal laws brought together; None where one is None."""
         s = self.scopes.index(scope)
-        return _merged(entry for layer in chosen for entry in self.populations[layer][s])
+        chosen = range(len(flow.populations)) if layers is None else layers
+        parts = [flow.populations[layer][s] for layer in chosen]
+        known = [part for part in parts if part is not None]
+        return merged(entry for part in known for entry in part) if known == parts else None
+
+    def _positions(self, axis: str, chosen: Sequence[str] | None) -> list[int]:
+        names = getattr(self, axis)
+        for name in chosen or ():
+            if name not in names:
+                raise KeyError(f"{name!r} is not among the {axis} of this law: {names}")
+        return list(range(len(names))) if chosen is None else [names.index(n) for n in chosen]
 
 
 def expected_traffic(
-    dispatcher: str,
-    tokens_per_rank: Sequence[int],
-    slots_per_rank: NDArray[np.integer],
-    tiers: NDArray[np.integer],
-    top_k: int,
-    num_steps: int,
-    wire_dispatch: str,
-    wire_combine: str,
-    width: int,
-) -> ExpectedTraffic:
-    """The law of a run whose router draws `top_k` distinct experts uniformly.
+    run: RunShape, law: Law, active_tokens: IntArray | None = None
+) -> ExpectedTraffic | NoLaw:
+    """The law of a run, or the reason why it has none.
 
-    tokens_per_rank: [R] tokens that start on each rank, all measured steps together
-    slots_per_rank: [L, R] experts owned by each rank, every expert exactly once
-    tiers: [R, R] LinkTier of each (src, dst)
-    num_steps: measured steps; each announces its counts once for each layer and pair
-    width: elements of a row
+    active_tokens: [steps, L, R] tokens that chose any expert; None: all of them
     """
-    check_dispatcher(dispatcher)
-    slots_per_rank = np.asarray(slots_per_rank)
-    populations_of: dict[bytes, tuple[Population, ...]] = {}  # layers placed alike share one
-    for slots in slots_per_rank:
-        if slots.tobytes() not in populations_of:
-            populations_of[slots.tobytes()] = _populations(
-                dispatcher, tokens_per_rank, slots, tiers, top_k
-            )
-    populations = tuple(populations_of[slots.tobytes()] for slots in slots_per_rank)
-
-    bytes_per_row = np.array(
-        [
-            list(row_bytes(dispatcher, phase, wire, width, top_k).values())
-            for phase, wire in zip(PHASES, (wire_dispatch, wire_combine), strict=True)
-        ],
-        np.int64,
-    )
-    fixed_bytes = np.zeros((len(populations), len(PHASES), len(KINDS), len(SCOPES)), np.int64)
-    announced = _announced_bytes(dispatcher, slots_per_rank, tiers)
-    fixed_bytes[:, PHASES.index("dispatch"), KINDS.index("counts")] = num_steps * announced
-    moments = np.array([[_moments(scope) for scope in layer] for layer in populations])
-    return ExpectedTraffic(
-        moments[..., 0], moments[..., 1], bytes_per_row, fixed_bytes, populations
-    )
+    paths = Paths.of(run)
+    shape = (run.num_steps, run.num_layers, run.world_size)
+    active = np.broadcast_to(np.array(run.tokens_per_rank, np.int64), shape)
+    if active_tokens is not None:
+        active = np.asarray(active_tokens, np.int64)
+        if active.shape != shape:
+            raise ValueError(f"active_tokens has shape {active.shape}, the run has {shape}")
+    if isinstance(law, NoLaw):
+        return law
+    try:
+        flows = tuple(_flows(run, paths, Tokens(run, paths, law, active)))
+    except Unlawful as unlawful:
+        return NoLaw(str(unlawful))
+    phases = tuple(phase for phase in run.phases if phase in ROW_PHASES)
+    return ExpectedTraffic(flows, _fixed_bytes(run, paths), run.directions, phases)
 
 
-def _populations(
-    dispatcher: str,
-    tokens_per_rank: Sequence[int],
-    slots: NDArray[np.integer],
-    tiers: NDArray[np.integer],
-    top_k: int,
-) -> tuple[Population, ...]:
-    """For each scope the tokens of one layer, grouped by what their source rank sees.
-
-    Two sources that see equally many ranks of each block size in each tier follow one law.
-    """
-    num_experts = int(slots.sum())
-    sizes, size_of_rank = np.unique(slots, return_inverse=True)
-    one_hot = np.eye(len(sizes), dtype=np.float32)[size_of_rank]  # float: a matrix product below
-    seen = np.stack([(tiers == tier) @ one_hot for tier in LinkTier], axis=1).astype(np.int64)
-    views, view_of_rank = np.unique(seen, axis=0, return_inverse=True)
-    num_tokens = [0] * len(views)
-    for view, tokens in zip(view_of_rank.ravel().tolist(), tokens_per_rank, strict=True):
-        num_tokens[view] += int(tokens)
-
-    def law(view: NDArray[np.int64], scope: tuple[LinkTier, ...]) -> RowLaw:
-        num_ranks = view[list(scope)].sum(axis=0)  # [size]
-        if dispatcher == "allgather":
-            return Constant(int(num_ranks.sum()))
-        if dispatcher == "all_to_all":
-            return Copies(int(num_ranks @ sizes), num_experts, top_k)
-        blocks = zip(sizes.tolist(), num_ranks.tolist(), strict=True)
-        return Distinct(tuple((s, n) for s, n in blocks if s and n), num_experts, top_k)
-
-    entries = [(n, view) for n, view in zip(num_tokens, views, strict=True) if n]
-    return tuple(_merged((n, law(view, scope)) for n, view in entries) for scope in SCOPES.values())
-
-
-def _merged(entries: Iterable[tuple[int, RowLaw]]) -> Population:
+def merged(entries: Iterable[tuple[int, RowLaw]]) -> Population:
     """Add up the tokens that follow the same law."""
     num_tokens: Counter[RowLaw] = Counter()
     for tokens, law in entries:
@@ -168,24 +162,103 @@ def _merged(entries: Iterable[tuple[int, RowLaw]]) -> Population:
     return tuple((tokens, law) for law, tokens in num_tokens.items())
 
 
-def _moments(population: Population) -> tuple[float, float]:
-    """Mean and variance of the rows of all tokens."""
-    mean = sum(tokens * law.mean for tokens, law in population)
-    return mean, sum(tokens * law.variance for tokens, law in population)
+def _flows(run: RunShape, paths: Paths, tokens: Tokens) -> Iterable[Flow]:
+    """The flows of a run; which (direction, phase) move each is decided here."""
+    # Rows by destination can be tested where every row goes straight to where it is computed.
+    direct = run.dispatcher not in TWO_HOPS and run.shifts == 1
+    both = ("dispatch", "combine")
+    if run.dispatcher == "padded":
+        layers = tokens.kept(partial(dispatched, run, paths, shifts=run.shifts))
+        yield _instead_of_padding(_flow(run, "rows with a token", both, layers))
+    elif run.shifts == 1:
+        yield _flow(
+            run, "rows", both, tokens.rows(partial(dispatched, run, paths, shifts=1), direct)
+        )
+    else:
+        for phase, shifts in (("dispatch", run.shifts), ("combine", 1)):
+            layers = tokens.rows(partial(dispatched, run, paths, shifts=shifts), False)
+            yield _flow(run, f"rows of {phase}", (phase,), layers)
+    if run.expert_tp > 1:
+        shards = ("tp_gather", "tp_reduce")
+        pattern_of = partial(gathered, run, paths)
+        if run.dispatcher == "padded":
+            flow = _flow(run, "rows of shards", shards, tokens.kept(pattern_of))
+            yield replace(flow, bounded=True)
+        else:
+            yield _flow(run, "rows of shards", shards, tokens.rows(pattern_of, False))
 
 
-def _announced_bytes(
-    dispatcher: str, slots_per_rank: NDArray[np.integer], tiers: NDArray[np.integer]
-) -> NDArray[np.int64]:
-    """Bytes [L, scope] of the counts messages of one step."""
-    to_rank = np.array(
-        [[counts_bytes(dispatcher, int(n)) for n in slots] for slots in slots_per_rank], np.int64
+def _flow(run: RunShape, name: str, phases: Sequence[str], layers: Sequence[LayerRows]) -> Flow:
+    return Flow(
+        name,
+        np.array([layer.mean for layer in layers]),
+        np.array([layer.variance for layer in layers]),
+        _bytes_per_row(run, phases),
+        tuple(layer.populations for layer in layers),
+        tuple(layer.destinations for layer in layers),
     )
-    by_tier = np.stack([(tiers == tier).sum(axis=0) for tier in LinkTier])  # [tier, dst] sources
-    by_scope = np.stack([by_tier[list(scope)].sum(axis=0) for scope in SCOPES.values()])
-    announced: NDArray[np.int64] = to_rank @ by_scope.T
-    return announced
 
 
-def _positions(names: Sequence[str], chosen: Sequence[str] | None) -> list[int]:
-    return list(range(len(names))) if chosen is None else [names.index(name) for name in chosen]
+def _instead_of_padding(flow: Flow) -> Flow:
+    """Rows with a token turn padding into payload: the sum of all kinds does not vary."""
+    payload = [KINDS.index(kind) for kind in PAYLOAD_KINDS]
+    bytes_per_row = flow.bytes_per_row.copy()
+    bytes_per_row[..., KINDS.index("padding")] = -bytes_per_row[..., payload].sum(axis=-1)
+    return replace(flow, bytes_per_row=bytes_per_row, bounded=True)
+
+
+def _bytes_per_row(run: RunShape, phases: Sequence[str]) -> NDArray[np.int64]:
+    """[D, P, kind] of one row in the named phases, as far as the run has them."""
+    present = [phase for phase in run.phases if phase in ROW_PHASES]
+    table = np.zeros((len(run.directions), len(present), len(KINDS)), np.int64)
+    for d, direction in enumerate(run.directions):
+        for p, phase in enumerate(present):
+            if phase not in phases:
+                continue
+            there = phase in ("dispatch", "tp_gather")
+            wire = run.wire_dispatch if there else run.wire_combine
+            row = row_bytes(
+                run.dispatcher,
+                phase,
+                wire if direction == "forward" else run.wire_backward,
+                run.width,
+                run.top_k,
+                direction=direction,
+                deduplicate=run.deduplicate,
+            )
+            table[d, p] = [row[kind] for kind in KINDS]
+    return table
+
+
+def _fixed_bytes(run: RunShape, paths: Paths) -> NDArray[np.int64]:
+    """[L, D, P, kind, scope] counts messages, and the buffers of dispatcher=padded."""
+    present = [phase for phase in run.phases if phase in ROW_PHASES]
+    shape = (run.num_layers, len(run.directions), len(present), len(KINDS), len(SCOPES))
+    fixed = np.zeros(shape, np.int64)
+    counts, padding = KINDS.index("counts"), KINDS.index("padding")
+    own_lane, mates = paths.same_lane, shard_mates(run) | np.eye(run.world_size, dtype=bool)
+    group = np.arange(run.world_size) // run.group_size
+    # n dispatches reach every rank of the group, one dispatch those of the lane.
+    asked = group[:, None] == group if run.shifts > 1 else own_lane
+    hops = asked.astype(np.int64)
+    if run.dispatcher in TWO_HOPS:
+        hops = hops + (own_lane & paths.same_node)
+    pairs = {"dispatch": hops, "combine": own_lane, "tp_gather": mates}
+    times = run.num_steps * run.chunks
+    row = _bytes_per_row(run, ("dispatch", "combine"))
+    payload = row[..., [KINDS.index(kind) for kind in PAYLOAD_KINDS]].sum(axis=-1)  # [D, P]
+    for layer in range(run.num_layers):
+        slots = slots_on_rank(run, paths, layer)
+        for phase, allowed in pairs.items():
+            if phase in present:
+                size = [
+                    counts_bytes(run.dispatcher, int(n), phase=phase, deduplicate=run.deduplicate)
+                    for n in slots
+                ]
+                cells = times * scope_sums(paths, allowed * np.array(size, np.int64))
+                fixed[layer, 0, present.index(phase), counts] = cells
+        if run.dispatcher == "padded":
+            room = run.num_steps * capacity(run).sum(axis=0)
+            rows = scope_sums(paths, np.where(own_lane, room[:, None] * slots, 0))
+            fixed[layer, :, :, padding] += payload[..., None] * rows
+    return fixed

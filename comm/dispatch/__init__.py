@@ -14,6 +14,10 @@ DISPATCHERS: dict[str, tuple[str, str]] = {
     "all_to_all": ("comm.dispatch.all_to_all", "AllToAll"),
     "rank_dedup": ("comm.dispatch.rank_dedup", "RankDedup"),
     "allgather": ("comm.dispatch.allgather", "AllGather"),
+    "two_hop": ("comm.dispatch.two_hop", "TwoHop"),
+    "hierarchical_allgather": ("comm.dispatch.hierarchical_allgather", "HierarchicalAllGather"),
+    "padded": ("comm.dispatch.padded", "Padded"),
+    "one_sided": ("comm.dispatch.one_sided", "one_sided"),
 }
 
 

@@ -94,21 +94,12 @@ class AllToAll(Dispatcher[AllToAllHandle]):
     def _combine_backward(
         self, grad: Tensor, expert_output: Tensor, answers: Tensor | None, handle: AllToAllHandle
     ) -> tuple[Tensor, Tensor]:
-        setup, transport = self.setup, self.setup.transport
         assert answers is not None
-        rows = grad.index_select(0, permute.token_of(handle.choice, setup.top_k)).float()
+        rows = grad.index_select(0, permute.token_of(handle.choice, self.setup.top_k)).float()
         grad_weights = torch.zeros_like(handle.weights).flatten()
         grad_weights[handle.choice] = (rows * answers.float()).sum(1)
         weights = handle.weights.flatten().index_select(0, handle.choice)
-        parts = setup.gradients.encode((rows * weights[:, None]).to(setup.dtype))
-        received = transport.all_to_all(
-            self._position("combine", "backward"),
-            pack(parts),
-            parts,
-            handle.sent_splits,
-            handle.received_splits,
-        ).index_select(0, handle.from_received)
-        grad_output = setup.gradients.decode(received, setup.width, setup.dtype)
+        grad_output = self._to_experts((rows * weights[:, None]).to(self.setup.dtype), handle)
         return grad_output, grad_weights.view_as(handle.weights)
 
     def _dispatch_backward(
@@ -119,6 +110,19 @@ class AllToAll(Dispatcher[AllToAllHandle]):
             handle.choice, len(handle.weights), self.setup.top_k
         )
         return permute.weighted_sum(rows, row, first_row), grad_weights
+
+    def _to_experts(self, rows: Tensor, handle: AllToAllHandle) -> Tensor:
+        """Gradients [N, W] in the order of `choice` to those of the expert-major rows [M, W]."""
+        setup, parts = self.setup, self.setup.gradients.encode(rows)
+        received = setup.transport.all_to_all(
+            self._position("combine", "backward"),
+            pack(parts),
+            parts,
+            handle.sent_splits,
+            handle.received_splits,
+        )
+        expert_rows = received.index_select(0, handle.from_received)
+        return setup.gradients.decode(expert_rows, setup.width, setup.dtype)
 
     def _to_tokens(
         self,

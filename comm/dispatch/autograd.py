@@ -3,6 +3,10 @@
     forward    hidden, topk_weights -> Dispatch -> expert_input, weights -> experts -> Combine -> y
     backward   the same road the other way: each node calls its strategy's transpose
 
+Every rank must build the same graph, those without tokens or without experts too: a transpose is a
+collective. Backward runs a graph's nodes in the reverse of the order in which forward made them, so
+several layers, and several chunks of one, keep step on all ranks.
+
 Rounding on the wire is passed straight through: the gradient is that of the exact value. Gradients
 are rounded on their own way, to the setup's format of gradients. The weights that combine applies
 are an output of Dispatch, so that their gradient comes home along the road that they took.
@@ -68,20 +72,20 @@ class _Combine(torch.autograd.Function):
     def forward(
         ctx: Any, expert_output: Tensor, weights: Tensor, dispatcher: Dispatcher, handle: Any
     ) -> Tensor:
-        handle = replace(handle, weights=weights)  # without its history
         pending = dispatcher.timed(
             "combine", lambda: dispatcher._start_combine(expert_output, handle)
         )
         combined: Combined = pending.wait()
         answers = combined.answers
-        ctx.save_for_backward(expert_output, weights)
+        summed = combined.expert_output
+        ctx.save_for_backward(expert_output if summed is None else summed)
         ctx.answers = None if answers is None else answers.clone()  # they may lie in the arena
         ctx.dispatcher, ctx.handle = dispatcher, handle
         return combined.output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        expert_output, _ = ctx.saved_tensors
+        (expert_output,) = ctx.saved_tensors
         grad = grad.contiguous()
         pending = ctx.dispatcher.timed(
             "combine",

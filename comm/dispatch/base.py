@@ -112,20 +112,25 @@ class DispatchResult(Generic[Handle]):
     expert_input: [M, W] in the compute dtype, expert-major in slot order, compact
     tokens_per_expert: int64 [local slots] on the CPU; sums to M
     handle: goes back into combine, unchanged
+    num_dropped: choices of this rank's tokens that found no room, where room is limited
     """
 
     expert_input: Tensor
     tokens_per_expert: Tensor
     handle: Handle
+    num_dropped: int = 0
 
 
 @dataclass(frozen=True)
 class Combined:
     """output: [T, W]; answers: what the gradient of weights that stayed at home needs: the rows
-    that came back, as the strategy ordered them; None where the weights travelled"""
+    that came back, as the strategy ordered them; None where the weights travelled
+    expert_output: [M, W], what was weighted in fact, where the experts' rows were but parts of it;
+    None: the experts' rows themselves. It takes their place in the transpose."""
 
     output: Tensor
     answers: Tensor | None = None
+    expert_output: Tensor | None = None
 
 
 class Pending(Generic[Result]):

@@ -30,6 +30,7 @@ COMPARISONS = {
     "conserved": "bytes and rows sent against those received and returned",
     "expected": "bytes counted against the law that the router follows",
     "correctness": "outputs against a dense network in one process",
+    "gradients": "gradients against the dense network's own",
 }
 
 
@@ -43,11 +44,12 @@ def manifest(record: Record, width: int) -> list[Line]:
         f" {format_count(shape['num_moe_layers'], 'MoE layer')},"
         f" {shape['num_experts']} experts, top-{shape['top_k']},"
         f" hidden {shape['hidden_size']}{latent}",
-        "ranks": f"EP {_ranks(about)}; experts placed {about['placement']}",
+        "ranks": f"EP {_ranks(about)}; experts placed {about['placement']}{_groups(about)}",
         "traffic": f"dispatcher {about['dispatcher']}, router {about['router']},"
         f" {_tokens(about['tokens_per_rank'])},"
-        f" {format_count(about['steps'], 'step')} after {about['warmup']} to warm up",
-        "wire": f"dispatch {wire['dispatch']}, combine {wire['combine']},"
+        f" {format_count(about['steps'], 'step')} after {about['warmup']} to warm up"
+        + _mode(about["config"]),
+        "wire": f"dispatch {wire['dispatch']}, combine {wire['combine']},{_backward(about)}"
         f" compute {about['dtype']}; seed {about['seed']}",
         "software": f"torch {about['torch']}, backend {about['backend']} on {about['device']},"
         f" python {about['python']}, {format_count(len(about['hosts']), 'host')}",
@@ -165,6 +167,27 @@ def _ranks(about: Mapping[str, Any]) -> str:
     return (
         f"{about['world_size']} = {format_count(about['num_nodes'], 'node')} x {each}"
         f" rank{'s' if sizes[-1] != 1 else ''}"
+    )
+
+
+def _groups(about: Mapping[str, Any]) -> str:
+    """Groups side by side and shared experts, where there are any."""
+    config, ranks = about["config"], about["world_size"]
+    size = config["ep_size"] or ranks
+    text = f"; {ranks // size} expert-parallel groups of {size}" if size < ranks else ""
+    if config["expert_tp"] > 1:
+        text += f"; {config['expert_tp']} ranks share each expert ({config['expert_tp_mode']})"
+    return text
+
+
+def _mode(config: Mapping[str, Any]) -> str:
+    text = "; training" if config["mode"] == "training" else ""
+    return text + (f"; {config['chunks']} chunks a layer" if config["chunks"] > 1 else "")
+
+
+def _backward(about: Mapping[str, Any]) -> str:
+    return (
+        f" backward {about['wire']['backward']}," if about["config"]["mode"] == "training" else ""
     )
 
 

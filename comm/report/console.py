@@ -5,6 +5,7 @@ ANSWER     the verdicts and the headline formula, before any table
 BY LAYER   every byte by layer and phase, by kind, by place, beside its prediction
 HEADLINE   the way from the formula to the count, factor by factor
 FULL SIZE  the same routing on the unscaled model
+CONVENTIONS  what other programs would call the bytes of this routing
 TIME       seconds, bandwidths, balance
 RESULTS    the folder
 """
@@ -17,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TextIO
 
 from comm.report import answer, figures
+from comm.report.conventions_page import conventions
 from comm.report.layer_table import layer_table
 from comm.report.layout import Line, plain_text, title
 
@@ -33,6 +35,7 @@ def page(record: Mapping[str, Any], width: int = WIDTH) -> list[Line]:
         *figures.table_notes(record, width),
         *figures.headline(record, width),
         *figures.full_scale(record, width),
+        *conventions(record["conventions"], record["manifest"]["wire"]["dispatch"], width),
         *figures.timing(record, width),
         *answer.results(record, width),
     ]

@@ -20,6 +20,10 @@ ASSUMPTIONS = (
     "every layer routes like the mean of the layers run",
     "counts messages are left out: fixed for a pair of ranks, they fade with tokens",
 )
+ON_PADDING = "a padded row counts as payload, empty or not"
+
+
+WIRE_OF = {"tp_gather": "dispatch", "tp_reduce": "combine"}  # phases that share a format
 
 
 def full_scale(
@@ -27,6 +31,7 @@ def full_scale(
     shape: Mapping[str, Any],
     dispatcher: str,
     wire: Mapping[str, str],
+    deduplicate: bool = False,
 ) -> dict[str, Any]:
     """Bytes of one token at full size: by phase and layer, by layer, and by forward pass.
 
@@ -37,7 +42,17 @@ def full_scale(
     width = shape["latent_size"] or shape["hidden_size"]
     num_layers = shape["num_moe_layers"]
     phases = {
-        phase: _phase(rows, row_bytes(dispatcher, phase, wire[phase], width, shape["top_k"]))
+        phase: _phase(
+            rows,
+            row_bytes(
+                dispatcher,
+                phase,
+                wire[WIRE_OF.get(phase, phase)],
+                width,
+                shape["top_k"],
+                deduplicate=deduplicate,
+            ),
+        )
         for phase, rows in rows_per_token.items()
     }
     layer = {
@@ -55,14 +70,14 @@ def full_scale(
         "payload_width": width,
         "hidden_size": shape["hidden_size"],
         "num_moe_layers": num_layers,
-        "rounds": 2 * num_layers,
+        "rounds": len(phases) * num_layers,
         "wire": dict(wire),
         "phases": phases,
         "layer": layer,
         "forward_pass": {field: value * num_layers for field, value in layer.items()},
         "headline_bytes": shape["top_k"] * shape["hidden_size"] * BF16_BYTES,
         "headline_at_payload_width_bytes": shape["top_k"] * width * BF16_BYTES,
-        "assumptions": list(ASSUMPTIONS),
+        "assumptions": [*ASSUMPTIONS, *([ON_PADDING] if dispatcher == "padded" else [])],
     }
 
 

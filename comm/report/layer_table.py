@@ -15,6 +15,7 @@ from typing import Any
 from comm.report.layout import Line, align, column_widths, line
 from comm.report.table_rows import (
     KIND_COLUMNS,
+    OPTIONAL_KINDS,
     TIER_WORDS,
     Row,
     body_rows,
@@ -93,7 +94,7 @@ def _columns(record: Mapping[str, Any], rows: Sequence[Row]) -> list[Column]:
         Column("", (COUNT_UNITS[count], "rows"), lambda row, _: f"{row.rows / 1000**count:,.0f}"),
     ]
     for name in KIND_COLUMNS:
-        if name != "padding" or any(row.kinds[name] for row in rows):
+        if name not in OPTIONAL_KINDS or any(row.kinds[name] for row in rows):
             columns.append(Column(BY_KIND, _two_lines(name), _kind_cell(name)))
     for tier, name in TIER_WORDS.items():
         if tier in shown_tiers(record):

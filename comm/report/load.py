@@ -30,14 +30,19 @@ def bandwidths(pair_bytes: np.ndarray, seconds: float) -> dict[str, float | None
 def timing(traffic: Any, seconds: Mapping[str, float]) -> dict[str, Any]:
     """Seconds of the slowest rank over all layers and steps, and what they amount to.
 
+    By phase; those of the backward direction as "backward dispatch" and so on. With chunks it is
+    the time that was not hidden behind the experts.
     traffic.seconds: [R, L, D, P]; seconds: times of other parts ("experts", "step") by name
     """
-    pair_bytes = traffic.bytes.sum(axis=(0, 1, 3))  # [P, R, R]
-    slowest = traffic.seconds.sum(axis=(1, 2)).max(axis=0)  # [P]
-    phases = {
-        phase: {"seconds": slowest[p], **bandwidths(pair_bytes[p], float(slowest[p]))}
-        for p, phase in enumerate(traffic.phases)
-    }
+    pair_bytes = traffic.bytes.sum(axis=(0, 3))  # [D, P, R, R]
+    slowest = traffic.seconds.sum(axis=1).max(axis=0)  # [D, P]
+    phases = {}
+    for d, direction in enumerate(traffic.directions):
+        for p, phase in enumerate(traffic.phases):
+            name = phase if direction == "forward" else f"backward {phase}"
+            spent = float(slowest[d, p])
+            if spent or (direction == "forward" and pair_bytes[d, p].any()):
+                phases[name] = {"seconds": spent, **bandwidths(pair_bytes[d, p], spent)}
     return {**phases, **{f"{part}_seconds": value for part, value in seconds.items()}}
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from comm.analytic.rows import PAYLOAD_KINDS
 from comm.report.full_scale import full_scale
 from comm.report.load import balance, timing
-from comm.report.tally import EXPECTED_SCOPES, NETWORK, Tally
+from comm.report.tally import EXPECTED_SCOPES, MOE_PHASES, NETWORK, Tally
 
 SCHEMA = "wideep.run/1"
 
@@ -29,7 +29,12 @@ class RunInputs:
     tiers: [R, R] LinkTier of every pair
     expert_rows: [L, E] choices of each logical expert, all ranks and measured steps
     seconds: times of parts other than the phases ("experts", "step"), slowest rank
-    correctness: for each layer a dictionary of layer, routed_error, hidden_error
+    correctness: for each layer a dictionary of layer, routed_error, hidden_error and, in training,
+        gradient_error and worst_gradient
+    conventions: the field's numerators, each with its name, figures and who prints it
+    choices: experts chosen, and how many of them found no room, counted and predicted
+    wire_errors: phase -> relative rms error of the format in this run's rows
+    placement: what replicas and balancing did for the load; None where nothing was balanced
     """
 
     manifest: Mapping[str, Any]
@@ -45,6 +50,11 @@ class RunInputs:
     seconds: Mapping[str, float] = field(default_factory=dict)
     correctness: Sequence[Mapping[str, float]] = ()
     correctness_bound: float | None = None
+    gradient_bound: float | None = None
+    conventions: Sequence[Mapping[str, Any]] = ()
+    choices: Mapping[str, int] = field(default_factory=dict)
+    wire_errors: Mapping[str, float] = field(default_factory=dict)
+    placement: Mapping[str, Any] | None = None
 
 
 def build_record(run: RunInputs) -> dict[str, Any]:
@@ -61,16 +71,19 @@ def build_record(run: RunInputs) -> dict[str, Any]:
             "totals": _totals(tally),
             "headline": _headline(run.headline),
             "full_scale": _full_scale(tally, manifest),
-            "rounds": (
-                len(traffic.layers)
-                * len(tally.directions)
-                * len(traffic.phases)
-                * manifest["steps"]
-            ),
+            "rounds": _rounds(tally, manifest["steps"]),
             "collectives": traffic.collectives,
             "timing": timing(traffic, run.seconds),
             "balance": balance(traffic, run.expert_rows),
-            "correctness": {"bound": run.correctness_bound, "layers": run.correctness},
+            "correctness": {
+                "bound": run.correctness_bound,
+                "gradient_bound": run.gradient_bound,
+                "layers": run.correctness,
+            },
+            "conventions": run.conventions,
+            "choices": run.choices,
+            "wire_errors": run.wire_errors,
+            "placement": run.placement,
             "layers": list(_layer_rows(tally)),
         }
     )
@@ -93,33 +106,51 @@ def plain(value: Any) -> Any:
     return value
 
 
+def _rounds(tally: Tally, num_steps: int) -> int:
+    """Logical rounds of the tokens' rows: one for each phase of a layer, in each direction."""
+    phases = sum(phase in MOE_PHASES for phase in tally.traffic.phases)
+    return len(tally.traffic.layers) * len(tally.directions) * phases * num_steps
+
+
 def _layer_rows(tally: Tally) -> Iterator[dict[str, Any]]:
     """One entry a (layer, direction, phase), in the order in which they happen."""
     for i, layer in enumerate(tally.traffic.layers):
         for d in tally.directions:
-            for p in range(len(tally.traffic.phases)):
+            for p in tally.phases(d):
                 yield {"layer": layer, **tally.phase(d, [i], p), "cells": tally.cells(d, [i], p)}
 
 
 def _totals(tally: Tally) -> dict[str, Any]:
     """Sums over the layers: of everything, by tier, by phase, and by (phase, kind, tier)."""
     traffic = tally.traffic
-    layers, phases = range(len(traffic.layers)), range(len(traffic.phases))
+    layers = range(len(traffic.layers))
     by_phase, cells = [], []
     for d in tally.directions:
-        for p, phase in enumerate(traffic.phases):
-            where = {"direction": traffic.directions[d], "phase": phase}
+        for p in tally.phases(d):
+            where = {"direction": traffic.directions[d], "phase": traffic.phases[p]}
             by_phase.append(tally.phase(d, layers, p))
             cells += [{**where, **cell} for cell in tally.cells(d, layers, p)]
+    phases = [p for p, phase in enumerate(traffic.phases) if phase in MOE_PHASES]
     payload_kinds = [k for k, kind in enumerate(traffic.kinds) if kind in PAYLOAD_KINDS]
-    network = tally.measured[..., NETWORK].sum(axis=-1)  # [L, D, P, K]
+    network = tally.measured[..., NETWORK].sum(axis=-1)[:, :, phases]  # [L, D, P, K]
     payload = network[..., payload_kinds].sum()
     return {
-        "measured_bytes": tally.measured.sum(),
+        "measured_bytes": tally.measured[:, :, phases].sum(),
         "network_payload_bytes": payload,
         "network_metadata_bytes": network.sum() - payload,
         "tiers": {
             scope: tally.scope(scope, tally.forward, layers, phases) for scope in EXPECTED_SCOPES
+        },
+        "backward": {
+            scope: tally.scope(scope, d, layers, phases)
+            for scope in EXPECTED_SCOPES
+            for d in tally.directions
+            if d != tally.forward
+        },
+        "outside": {  # not part of the figures of the layers' traffic
+            phase: tally.measured[:, :, p][..., NETWORK].sum()
+            for p, phase in enumerate(traffic.phases)
+            if phase not in MOE_PHASES
         },
         "phases": by_phase,
         "cells": cells,
@@ -138,9 +169,14 @@ def _full_scale(tally: Tally, manifest: Mapping[str, Any]) -> dict[str, Any] | N
             for tier, rows in tally.phase(tally.forward, layers, p)["rows"].items()
         }
         for p, phase in enumerate(tally.traffic.phases)
+        if phase in MOE_PHASES
     }
     return full_scale(
-        rows_per_token, manifest["full_shape"], manifest["dispatcher"], manifest["wire"]
+        rows_per_token,
+        manifest["full_shape"],
+        manifest["dispatcher"],
+        manifest["wire"],
+        manifest["config"]["dispatcher"]["deduplicate"],
     )
 
 

@@ -17,10 +17,15 @@ KIND_COLUMNS = {
     "ids + weights": ("ids", "weights"),
     "counts": ("counts",),
     "padding": ("padding",),
+    "weights moved": ("expert_weights",),
+    "gradients": ("gradients",),
 }
+OPTIONAL_KINDS = ("padding", "weights moved", "gradients")  # columns of runs that have them
+OUTSIDE = ("rebalance", "grad_sync")  # phases that are no part of the layers' own traffic
 TIER_WORDS = {"self": "self", "scale_up": "inside node", "scale_out": "between nodes"}
 MAX_LAYERS = 8  # more are folded
 EDGE_LAYERS = 2  # kept at each end of a fold
+NO_LAW = {"expected_bytes": None}
 MAX_EXCEPTIONS = 6  # layers kept inside a fold because they differ
 
 
@@ -74,17 +79,30 @@ def total_rows(record: Mapping[str, Any]) -> list[Row]:
             if (c["direction"], c["phase"]) == (phase["direction"], phase["phase"])
         ]
         rows.append(_row("total" if i == 0 else "", [{**phase, "cells": cells}]))
+    own = [cell for cell in totals["cells"] if cell["phase"] not in OUTSIDE]
+    kept = [
+        row
+        for row, phase in zip(rows, totals["phases"], strict=True)
+        if phase["phase"] not in OUTSIDE
+    ]
+    forward_only = not totals["backward"]
     whole = _row(
         "",
-        [{**totals["phases"][0], "cells": totals["cells"], "network": totals["tiers"]["network"]}],
+        [
+            {
+                **totals["phases"][0],
+                "cells": own,
+                "network": totals["tiers"]["network"] if forward_only else NO_LAW,
+            }
+        ],
     )
     return [
         *rows,
         replace(
             whole,
-            phase="both" if len(rows) == 2 else "all",
-            rows=sum(row.rows for row in rows),
-            differing=_sum_known(row.differing for row in rows),
+            phase="both" if len(kept) == 2 else "all",
+            rows=sum(row.rows for row in kept),
+            differing=_sum_known(row.differing for row in kept),
         ),
     ]
 

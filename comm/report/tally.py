@@ -22,6 +22,10 @@ EXPECTED_SCOPES = {
     "scale_out": "scale_out",
     "network": "remote",
 }
+FORWARD_ORDER = ("rebalance", "dispatch", "tp_gather", "tp_reduce", "combine")
+BACKWARD_ORDER = ("combine", "tp_reduce", "tp_gather", "dispatch", "grad_sync")
+# Phases that move what tokens are made of; the others are shown beside them, never added to them.
+MOE_PHASES = FORWARD_ORDER[1:]
 
 
 def by_tier(cells: np.ndarray, tiers: np.ndarray) -> np.ndarray:
@@ -34,9 +38,9 @@ class Tally:
     """Traffic of a run by link tier, and what was predicted for it.
 
     traffic: comm.meter.Traffic; expected: ExpectedTraffic, None for a router without a law
-    measured: [L, D, P, K, 3] bytes; exact: [L, P, K, 3] bytes, forward; rows: [L, D, P, 3]
-    differing: [L, P] sum of |counted - exact| over kinds and pairs, forward: errors that cancel
-        in a sum over pairs do not cancel here
+    measured, exact: [L, D, P, K, 3] bytes; rows: [L, D, P, 3]
+    differing: [L, D, P] sum of |counted - exact| over kinds and pairs: errors that cancel in a sum
+        over pairs do not cancel here
     """
 
     traffic: Any
@@ -49,11 +53,10 @@ class Tally:
     @classmethod
     def of(cls, traffic: Any, exact: Any, expected: Any | None, tiers: np.ndarray) -> Tally:
         """tiers: [R, R] LinkTier of every pair."""
-        forward = traffic.directions.index("forward")
+        axes = ("directions", "phases", "kinds")
+        assert all(getattr(traffic, axis) == getattr(exact, axis) for axis in axes)
         pairs = zip(traffic.bytes, exact.bytes, strict=True)  # by layer: the arrays are large
-        differing = [
-            np.abs(bytes_[forward] - exact_).sum(axis=(1, 2, 3)) for bytes_, exact_ in pairs
-        ]
+        differing = [np.abs(bytes_ - exact_).sum(axis=(2, 3, 4)) for bytes_, exact_ in pairs]
         return cls(
             traffic,
             expected,
@@ -74,15 +77,23 @@ class Tally:
         every = range(len(self.traffic.directions))
         return [d for d in every if d == self.forward or self.measured[:, d].any()]
 
+    def phases(self, d: int) -> list[int]:
+        """Indices of the phases of a direction, in the order in which they happen.
+
+        One that happens in the other direction only (a rebalance, gradients) is left out.
+        """
+        names = self.traffic.phases
+        order = BACKWARD_ORDER if d != self.forward else FORWARD_ORDER
+        return [names.index(phase) for phase in order if phase in names]
+
     def phase(self, d: int, layers: Sequence[int], p: int) -> dict[str, Any]:
         """Rows, network bytes and byte errors of one phase, summed over layers given by index."""
-        forward = d == self.forward
         return {
             "direction": self.traffic.directions[d],
             "phase": self.traffic.phases[p],
             "rows": dict(zip(TIER_NAMES, self.rows[layers, d, p].sum(axis=0), strict=True)),
             "network": self.scope("network", d, layers, [p]),
-            "differing_bytes": self.differing[layers, p].sum() if forward else None,
+            "differing_bytes": self.differing[layers, d, p].sum(),
         }
 
     def scope(
@@ -97,17 +108,17 @@ class Tally:
         traffic = self.traffic
         kinds = range(len(traffic.kinds)) if kinds is None else kinds
         tiers = NETWORK if scope == "network" else (LinkTier[scope.upper()],)
-        measured = self.measured[:, d][np.ix_(layers, phases, kinds, tiers)].sum()
-        if d != self.forward:
-            return _compare(measured, None, None, None)
-        exact = self.exact[np.ix_(layers, phases, kinds, tiers)].sum()
-        if self.expected is None:
+        chosen = np.ix_(layers, phases, kinds, tiers)
+        measured, exact = self.measured[:, d][chosen].sum(), self.exact[:, d][chosen].sum()
+        names = [traffic.phases[p] for p in phases if traffic.phases[p] in MOE_PHASES]
+        if self.expected is None or len(names) < len(phases):
             return _compare(measured, exact, None, None)
         estimate = self.expected.of(
             EXPECTED_SCOPES[scope],
             layers=tuple(layers),
-            phases=tuple(traffic.phases[p] for p in phases),
+            phases=tuple(names),
             kinds=tuple(traffic.kinds[k] for k in kinds),
+            directions=(traffic.directions[d],),
         )
         return _compare(measured, exact, float(estimate.mean), float(estimate.std))
 

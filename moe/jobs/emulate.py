@@ -49,7 +49,8 @@ def emulate(world: World, config: Config, folder: Path | None = None) -> int:
     from comm.report.console import render
     from comm.report.progress import progress
     from comm.report.store import write_result
-    from moe.judge import judge, routing_file
+    from moe.check import all_gradient_errors
+    from moe.judge import Case, judge
     from moe.manifest import gather_hosts, manifest
     from moe.measure import measure
     from moe.plan import make_plan
@@ -62,16 +63,20 @@ def emulate(world: World, config: Config, folder: Path | None = None) -> int:
     forward_passes = config.warmup + config.steps
     layers_to_run = plan.num_layers * (forward_passes + int(config.reference))
     with progress(layers_to_run, "layers", world.rank) as done:
-        logs = world.gather(measure(plan, world, folder, done.advance))
-        if world.rank != 0:
+        log, held = measure(plan, world, folder, done.advance)
+        logs = world.gather(log)
+        case = Case.of(plan, logs) if world.rank == 0 else None
+        gradients = all_gradient_errors(plan, world, held, logs, case)
+        if case is None:
             return 0
-        judgement = judge(plan, logs, manifest(plan, world, hosts, started), folder, done.advance)
+        about = manifest(plan, world, hosts, started)
+        judgement = judge(plan, logs, case, gradients, about, folder, done.advance)
     write_result(
         folder,
         judgement.record,
         judgement.traffic,
         csv=config.traffic_csv,
-        routing=routing_file(plan, judgement.routing) if config.record_routing else None,
+        routing=case.routing.file(plan) if config.record_routing else None,
     )
     render(judgement.record)
     return judgement.status

@@ -33,6 +33,7 @@ import numpy as np
 from moe.traces.rules import TraceError
 
 ESFT_PREFIX = "expert_weights_"
+DIGITS = "0123456789"
 FOREIGN = (
     OSError,
     EOFError,
@@ -171,6 +172,8 @@ def _open_text(path: Path) -> Opened:
     if start not in ("{", "["):
         with one_line_errors(path, "CSV"):
             return Opened(path, "csv", {path.name: list(csv.reader(io.StringIO(text)))})
+    if path.suffix == ".jsonl":  # one line alone would pass for JSON
+        return Opened(path, "jsonl", {path.name: _lines(path, text)})
     try:
         return Opened(path, "json", json.loads(text))
     except ValueError:
@@ -239,9 +242,9 @@ def by_number(name: str) -> tuple[Any, ...]:
     """A sort key that has a2 before a10."""
     parts: list[Any] = [""]
     for char in name:
-        if char.isdigit() != isinstance(parts[-1], int):
-            parts.append(0 if char.isdigit() else "")
-        parts[-1] = parts[-1] * 10 + int(char) if char.isdigit() else parts[-1] + char
+        if (char in DIGITS) != isinstance(parts[-1], int):
+            parts.append(0 if (char in DIGITS) else "")
+        parts[-1] = parts[-1] * 10 + int(char) if (char in DIGITS) else parts[-1] + char
     return tuple(parts)
 
 

@@ -1,4 +1,4 @@
-"""The rules of base.py, one function each, on plain arrays."""
+"""The rules that finish.py applies, one function each, on plain arrays."""
 
 from __future__ import annotations
 
@@ -75,21 +75,33 @@ def as_counts(source: str, values: Any) -> NDArray[np.int64]:
 
 
 def check_range(
-    source: str, ids: Ids, num_experts: int | None, dtype: np.dtype[Any] | None = None
+    source: str,
+    ids: Ids,
+    num_experts: int | None,
+    dtype: np.dtype[Any],
+    layer_numbers: Sequence[int],
+    skipped: int = 0,
 ) -> list[str]:
-    """Refuse ids outside -1 .. E-1; notes about a wrapped uint8. Raises TraceError."""
+    """Refuse ids outside -1 .. E-1; notes about a wrapped uint8. Raises TraceError.
+
+    dtype: what the file had, for a hint; layer_numbers, skipped: to say where in the file
+    """
     low, high = int(ids.min()), int(ids.max())
     limit = np.inf if num_experts is None else num_experts
     if low < -1 or high >= limit:
         value = low if low < -1 else high
         layer, token, _ = np.argwhere(ids == value)[0].tolist()
         hint = "take a trace of this model"
-        if dtype is not None and dtype.kind == "u" and value == np.iinfo(dtype).max:
+        if dtype.kind == "u" and value == np.iinfo(dtype).max:
             hint = f"{value} is -1 wrapped in {dtype}: record ids as int32"
-        top = "" if num_experts is None else f"0 .. {num_experts - 1} ({num_experts} experts) or "
+        top = (
+            "at least "
+            if num_experts is None
+            else f"0 .. {num_experts - 1} ({num_experts} experts) or "
+        )
         raise TraceError(
-            f"{source}: id {value} of token {token} in layer {layer} of the file must be {top}-1"
-            f" (no expert); {hint}"
+            f"{source}: id {value} of token row {token + skipped} in layer {layer_numbers[layer]}"
+            f" must be {top}-1 (no expert); {hint}"
         )
     if num_experts is None:
         return [f"the number of experts is not known; the largest id is {high}"]
@@ -196,10 +208,8 @@ def logical_counts(source: str, physical: Any, physical_to_logical: Any) -> NDAr
             f" {np.shape(physical_to_logical)[1]}; they must be equal"
         )
     result = np.zeros((*counts.shape[:2], int(experts.max()) + 1), dtype=np.int64)
-    steps, layers, _ = np.indices(counts.shape, sparse=True)
-    used = experts >= 0  # a slot may be empty
-    cells = np.broadcast_to(np.where(used, experts, 0), counts.shape)
-    np.add.at(result, (steps, layers, cells), np.where(used, counts, 0))
+    for layer, slot in np.argwhere(experts >= 0).tolist():  # a slot may be empty
+        result[:, layer, experts[layer, slot]] += counts[:, layer, slot]
     return result
 
 

@@ -1,0 +1,285 @@
+"""A window: memory that the ranks of a group on one machine share, to put rows in and take them.
+
+    begin     the next round; its copy of the memory is free
+    put       rows into this rank's region (or another's, where it expects them)
+    publish   ... they are there
+    meet      everybody's are
+    table     all regions as one table of rows: row `stride * place + i` is the i-th of that rank
+
+There are two copies of everything, used in turn, and one barrier a round. That is enough: a rank
+puts rows of round n + 2 where those of round n were, after it met the others in round n + 1. They
+had published then, and a rank publishes round n + 1 only after it has finished round n, that is,
+taken all it wants. So nobody writes where somebody still reads. `begin` insists that the round
+before is over, and whoever takes rows copies them out, or is done with them, before it begins
+another round.
+
+The memory is a memfd: it has no name in any folder, its size is not bound by that of /dev/shm, and
+it ends with the last process that has it, however that ended. A region is sparse: it spans more
+than any rank should ever need, and only what is used exists. Pages stay once they are there, so
+that no later round faults them in again.
+
+Legend: R ranks of the group, b bytes of a row.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from comm.barrier import Barrier, Peer, refusal
+from comm.wire import Parts
+from comm.world import RankGroup
+
+SPAN_BYTES = 1 << 42  # addresses, not memory: of 128 TiB that a process has, a window takes 4
+AREAS = {"words": 1, "ids": 4, "rows": 59}  # what a copy is divided into, in 64ths
+TAG_WORDS = 4  # what each rank says about a round: it must mean the same as the others
+STEP_BYTES = 64 << 20  # memory is asked for in steps, each after a look at what is left
+MIB = 1 << 20
+
+
+class WindowError(RuntimeError):
+    """Ranks cannot share memory as they should; the message is one line."""
+
+
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class _Area:
+    """Where one kind of thing lies in one copy. region: bytes of each rank"""
+
+    start: int
+    region: int
+
+
+class Window:
+    """One rank's side of a window; `open_window` makes it.
+
+    place: of this rank in the group
+    """
+
+    def __init__(
+        self, fd: int, span: int, place: int, peers: Sequence[Peer], timeout_s: float
+    ) -> None:
+        memory = mmap.mmap(fd, span)
+        self.place, self.size = place, len(peers)
+        self._fd, self._closed = fd, weakref.finalize(self, os.close, fd)
+        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self._barrier = Barrier(memory, 0, place, peers, timeout_s)
+        tags_at = Barrier.num_bytes(self.size)
+        self._tags = np.frombuffer(
+            memory, np.int64, 2 * self.size * TAG_WORDS, tags_at
+        ).reshape(2, self.size, TAG_WORDS)
+        self._areas = _divide(span, self.size, tags_at + self._tags.nbytes)
+        self._reserved: dict[tuple[int, str, int, int], int] = {}
+        self._round, self._open = 0, False
+
+    def begin(self) -> None:
+        """Start the next round, when this rank is done with what it took in the last."""
+        assert not self._open, "a round begins before the last one is over"
+        self._round += 1
+        self._open = True
+
+    def room(self, area: str, num_rows: int, row_bytes: int, place: int, start: int = 0) -> Tensor:
+        """uint8 [num_rows, b]: rows start, start + 1, ... of a rank's region, to be written.
+
+        place: whose region; by agreement, each row has one writer in a round
+        Raises WindowError where there is no memory for them.
+        """
+        self._reserve(area, start + num_rows, row_bytes, place)
+        first = place * self.stride(area, row_bytes) + start
+        return self.table(area, row_bytes)[first : first + num_rows]
+
+    def put(self, area: str, parts: Parts) -> Tensor:
+        """Lay parts side by side in this rank's region: uint8 [N, b] there."""
+        num_rows = len(parts[0][1])
+        row_bytes = sum(part.shape[1] for _, part in parts)
+        rows = self.room(area, num_rows, row_bytes, self.place)
+        if len(parts) == 1:
+            rows.copy_(parts[0][1])
+        else:
+            torch.cat([part for _, part in parts], dim=1, out=rows)
+        return rows
+
+    def publish(self, tag: Sequence[int]) -> None:
+        """What this rank puts is there; tag: int64 [4], what it takes the round to be."""
+        self._tags[self._copy, self.place] = tag
+        self._barrier.arrive()
+
+    def meet(self) -> np.ndarray:
+        """Wait until all have published: their tags, int64 [R, 4]. Raises RankLost."""
+        self._barrier.wait()
+        self._open = False
+        return self._tags[self._copy]
+
+    def stride(self, area: str, row_bytes: int) -> int:
+        """Rows from one rank's first row to the next one's."""
+        return self._areas[self._copy][area].region // row_bytes
+
+    def table(self, area: str, row_bytes: int) -> Tensor:
+        """All regions: uint8 [R * stride, b]. What nobody put reads as zeros or stale rows."""
+        num_rows = self.size * self.stride(area, row_bytes)
+        start = self._areas[self._copy][area].start
+        return self._bytes[start : start + num_rows * row_bytes].view(num_rows, row_bytes)
+
+    def words(self, area: str, dtype: type) -> np.ndarray:
+        """All regions as numbers: [R, stride]."""
+        return self.table(area, np.dtype(dtype).itemsize).numpy().view(dtype).reshape(self.size, -1)
+
+    @property
+    def _copy(self) -> int:
+        return self._round % 2
+
+    def _reserve(self, area: str, num_rows: int, row_bytes: int, place: int) -> None:
+        """Have the pages before they are touched: a touch that fails would kill the process."""
+        key = (self._copy, area, row_bytes, place)
+        held = self._reserved.get(key, 0)
+        if num_rows <= held:
+            return
+        stride = self.stride(area, row_bytes)
+        if num_rows > stride:
+            raise WindowError(
+                f"shared memory: {num_rows} rows of {row_bytes} B do not fit into the {stride} that"
+                f" a rank may have in a window of {self.size} ranks; use more ranks or fewer tokens"
+            )
+        # A quarter more than asked, so that ragged steps do not grow it again and again.
+        wanted = min(stride, num_rows + num_rows // 4)
+        first = self._areas[self._copy][area].start + (place * stride + held) * row_bytes
+        last = first + (wanted - held) * row_bytes
+        for start in range(first, last, STEP_BYTES):
+            _allocate(self._fd, start, min(STEP_BYTES, last - start))
+        self._reserved[key] = wanted
+
+
+def open_window(group: RankGroup, timeout_s: float) -> Window:
+    """Share memory with all ranks of a group; a collective among them.
+
+    Raises ValueError where the system cannot or the ranks are on several machines, WindowError
+    where one of them gets no memory: on every rank, with the same words.
+    """
+    if (reason := refusal()) is not None:
+        raise ValueError(reason)
+    rank, span = group.ranks[group.rank], _span()
+    made = _try(lambda: _new_memory(span)) if group.rank == 0 else -1
+    mine = (_machine(), Peer.myself(rank), made, span)
+    every = _gather(group, mine)
+    _check_machines(group.ranks, [machine for machine, *_ in every])
+    peers = [peer for _, peer, *_ in every]
+    _, leader, theirs, span = every[0]
+
+    def join() -> Window:
+        if isinstance(theirs, str):
+            raise WindowError(theirs)
+        path = f"/proc/{leader.pid}/fd/{theirs}"
+        fd = made if group.rank == 0 else os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        return Window(fd, span, group.rank, peers, timeout_s)
+
+    window = _try(join)
+    outcomes = _gather(group, window if isinstance(window, str) else None)
+    for peer, outcome in zip(peers, outcomes, strict=True):
+        if outcome is not None:
+            raise WindowError(f"shared memory: rank {peer.rank}: {outcome}")
+    return window
+
+
+def _span() -> int:
+    """Addresses for one window: an eighth of what a process may have, where that is limited."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return SPAN_BYTES
+    return min(SPAN_BYTES, limit // 8 // mmap.PAGESIZE * mmap.PAGESIZE)
+
+
+def _new_memory(span: int) -> int:
+    fd = os.memfd_create("wideep-window", os.MFD_CLOEXEC)
+    os.ftruncate(fd, span)
+    return fd
+
+
+def _try(make: Callable[[], Made]) -> Made | str:
+    """What `make` returns, or in words why it could not: the others must hear of it."""
+    try:
+        return make()
+    except (OSError, ValueError, WindowError) as error:
+        return str(error)
+
+
+def _gather(group: RankGroup, value: object) -> list:
+    every: list = [None] * group.size
+    dist.all_gather_object(every, value, group=group.process_group)
+    return every
+
+
+def _machine() -> tuple[str, str]:
+    """Two processes with the same value can see each other in /proc and share memory."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip(), os.readlink("/proc/self/ns/pid")
+
+
+def _check_machines(ranks: Sequence[int], machines: Sequence[tuple[str, str]]) -> None:
+    for rank, machine in zip(ranks, machines, strict=True):
+        if machine != machines[0]:
+            where = "machine" if machine[0] != machines[0][0] else "container (pid namespace)"
+            raise ValueError(
+                f"dispatcher=one_sided needs all ranks of a group on one machine, and rank {rank}"
+                f" is on another {where} than rank {ranks[0]}; use another dispatcher or a smaller"
+                " ep_size"
+            )
+
+
+def _divide(span: int, size: int, used: int) -> list[dict[str, _Area]]:
+    """The areas of both copies, from `used` on; each region begins on a page."""
+    page = mmap.PAGESIZE
+    start = -(-used // page) * page
+    share = (span - start) // (2 * sum(AREAS.values()))
+    areas = []
+    for _ in range(2):
+        copy = {}
+        for name, parts in AREAS.items():
+            region = share * parts // size // page * page
+            copy[name] = _Area(start, region)
+            start += region * size
+        areas.append(copy)
+    return areas
+
+
+def _allocate(fd: int, start: int, num_bytes: int) -> None:
+    free = _free_bytes()
+    if num_bytes > free:
+        raise WindowError(
+            f"out of memory: rows in shared memory need {num_bytes / MIB:,.0f} MiB more here, and"
+            f" {free / MIB:,.0f} MiB are free; use fewer tokens or a smaller width"
+        )
+    try:
+        os.posix_fallocate(fd, start, num_bytes)
+    except OSError as error:
+        raise WindowError(
+            f"out of memory: {num_bytes / MIB:,.1f} MiB for rows in shared memory: {error.strerror}"
+        ) from error
+
+
+def _free_bytes() -> int:
+    """Memory that this process may still take: of the machine, and of its control group."""
+    free = psutil.virtual_memory().available
+    try:
+        group = Path("/proc/self/cgroup").read_text().rpartition("0::")[2].strip().strip("/")
+        folder = Path("/sys/fs/cgroup", group)
+        limit = int((folder / "memory.max").read_text())  # or "max", or no such file
+        used = int((folder / "memory.current").read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return free
+    cache = int(stat["inactive_file"]) + int(stat["active_file"])  # given up when needed
+    return min(free, limit - used + cache)
