@@ -197,7 +197,13 @@ class _Futex:
         number = ctypes.c_uint32
         if (
             self._syscall(
-                self._number, word, ctypes.c_int(operation), number(value), limit, other, number(last)
+                self._number,
+                word,
+                ctypes.c_int(operation),
+                number(value),
+                limit,
+                other,
+                number(last),
             )
             >= 0
         ):

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
-from torch import Tensor
+
+if TYPE_CHECKING:  # the names of the axes are wanted where torch is not
+    from torch import Tensor
 
 DIRECTIONS = ("forward", "backward")
 # Every phase there is, in the order that a message's header names them by number. A run's ledger

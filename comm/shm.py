@@ -79,9 +79,9 @@ class Window:
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._barrier = Barrier(memory, 0, place, peers, timeout_s)
         tags_at = Barrier.num_bytes(self.size)
-        self._tags = np.frombuffer(
-            memory, np.int64, 2 * self.size * TAG_WORDS, tags_at
-        ).reshape(2, self.size, TAG_WORDS)
+        self._tags = np.frombuffer(memory, np.int64, 2 * self.size * TAG_WORDS, tags_at).reshape(
+            2, self.size, TAG_WORDS
+        )
         self._areas = _divide(span, self.size, tags_at + self._tags.nbytes)
         self._reserved: dict[tuple[int, str, int, int], int] = {}
         self._round, self._open = 0, False

@@ -2,17 +2,17 @@
 
     exact        every cell equals the oracle's                             EXACT or OUTSIDE
     conserved    sent = received, dispatched pairs = combined pairs         EXACT or OUTSIDE
-    expected     every scope lies where uniform routing lets it lie         EXACT, WITHIN or OUTSIDE
+    expected     every scope lies where the law of the router lets it       EXACT, WITHIN or OUTSIDE
     correctness  outputs lie within the error bound of the wire formats     EXACT, WITHIN or OUTSIDE
     gradients    and so do gradients, in training                           EXACT, WITHIN or OUTSIDE
 
 A verdict that cannot be given is NOT_AVAILABLE with its reason, and does not touch the exit status.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from math import inf, isfinite, isnan
+from math import isfinite, isnan
 from statistics import NormalDist
 from typing import Protocol
 
@@ -20,14 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from comm.analytic.oracle import ExactTraffic
+from comm.analytic.patterns import SCOPES
 from comm.analytic.rows import ROW_PHASES
-from comm.analytic.tail import rare_events, tail_probability
-from comm.analytic.traffic import SCOPES, ExpectedTraffic
+from comm.analytic.significance import METHODS, Score, has_many, score_destinations, score_sum
+from comm.analytic.traffic import ExpectedTraffic
 
 FALSE_ALARM = 1e-4  # probability that a faultless run is called OUTSIDE, all its tests together
-# Below this many expected hits or misses the exact tail replaces z. 25 is the least that will do:
-# a Poisson count of mean 25 passes z = 5 twelve times as often as a normal one, of mean 400 1.6.
-RARE_EVENTS = 400.0
 
 SCOPE_WORDS = {"scale_up": "inside node", "scale_out": "between nodes", "remote": "network"}
 
@@ -217,68 +215,71 @@ def _both_ways(traffic: CountedTraffic) -> _Pair:
 
 @dataclass(frozen=True)
 class _Test:
-    """One scope of one layer (or of all of them) against the law."""
+    """One comparison with the law, and of what."""
 
     place: str
-    method: str
-    measured: int
-    mean: float
-    std: float
-    z: float
+    score: Score
+
+    @property
+    def is_random(self) -> bool:
+        return self.score.std > 0
 
 
 def expected_verdict(
     traffic: CountedTraffic, tiers: NDArray[np.integer], expected: ExpectedTraffic
 ) -> Verdict:
-    """Forward bytes of every scope, for each layer and for all layers, against uniform routing.
+    """Bytes of every scope, for each layer and for all layers, against the law of the router.
 
     tiers: [R, R] LinkTier of each (src, dst)
 
-    Three methods. Where the law leaves no freedom, equality. Where fewer than `RARE_EVENTS` hits or
-    misses are expected, the exact tail probability, stated as the z of equal probability. Else z.
-    The bound is the two-sided normal quantile of `FALSE_ALARM` shared among the tests of the run.
+    Phases that move the same rows are one sum, both directions together; rows that shards hand to
+    each other are another. Where rows go straight to their rank, a chi-square over destinations is
+    added for each layer. The methods are those of `comm.analytic.significance`. The bound is the
+    two-sided normal quantile of `FALSE_ALARM` shared among the tests of the run.
     """
-    forward = traffic.bytes[:, traffic.directions.index("forward")].sum(axis=(1, 2))
+    tests = [*_sum_tests(traffic, tiers, expected), *_destination_tests(traffic, expected)]
+    num_random = sum(test.is_random for test in tests)
+    bound = _bound(num_random)
+    worst = max(tests, key=lambda test: (abs(test.score.z), test.is_random))
+    within = State.WITHIN if num_random else State.EXACT
+    state = within if abs(worst.score.z) <= bound else State.OUTSIDE
+    measured = worst.score.measured if isfinite(worst.score.measured) else None
+    reason = _reason(worst, tests, bound)
+    return Verdict("expected", state, measured, worst.score.mean, bound, reason)
+
+
+def _sum_tests(
+    traffic: CountedTraffic, tiers: NDArray[np.integer], expected: ExpectedTraffic
+) -> Iterator[_Test]:
     groups: dict[str, tuple[int, ...]] = {
         f"layer {label}": (index,) for index, label in enumerate(traffic.layers)
     }
     if len(groups) > 1:
         groups["all layers"] = tuple(range(len(groups)))
-    tests = []
-    for scope in expected.scopes:
-        inside = np.isin(tiers, SCOPES[scope])
-        for label, layers in groups.items():
-            measured = sum(int(forward[layer][inside].sum()) for layer in layers)
-            place = f"{label}, {SCOPE_WORDS.get(scope, scope)}"
-            tests.append(_test(place, measured, expected, scope, layers))
-
-    num_random = sum(test.std > 0 for test in tests)
-    bound = _bound(num_random)
-    worst = max(tests, key=lambda test: (abs(test.z), test.std > 0))
-    within = State.WITHIN if num_random else State.EXACT
-    state = within if abs(worst.z) <= bound else State.OUTSIDE
-    return Verdict(
-        "expected", state, worst.measured, worst.mean, bound, _reason(worst, tests, bound)
-    )
+    directions = [traffic.directions.index(name) for name in expected.directions]
+    flows = [flow for flow in expected.flows if not flow.bounded or not flow.bytes_per_row.sum()]
+    for flow in flows:
+        names = flow.phases(expected.phases)
+        phases = [traffic.phases.index(name) for name in names]
+        moved = sum(traffic.bytes[:, d, p].sum(axis=1) for d in directions for p in phases)
+        label_of_flow = f"{' and '.join(names)}, " if len(flows) > 1 else ""
+        for scope in expected.scopes:
+            inside = np.isin(tiers, SCOPES[scope])
+            by_layer = [int(cells[inside].sum()) for cells in moved]
+            for label, layers in groups.items():
+                measured = sum(by_layer[layer] for layer in layers)
+                place = f"{label}, {label_of_flow}{SCOPE_WORDS.get(scope, scope)}"
+                yield _Test(place, score_sum(expected, flow, scope, layers, measured))
 
 
-def _test(
-    place: str, measured: int, expected: ExpectedTraffic, scope: str, layers: Sequence[int]
-) -> _Test:
-    estimate = expected.of(scope, layers)
-    if estimate.std == 0:
-        z = 0.0 if measured == estimate.mean else inf
-        return _Test(place, "equality", measured, estimate.mean, 0.0, z)
-    population = expected.population(scope, layers)
-    if rare_events(population) >= RARE_EVENTS:
-        z = (measured - estimate.mean) / estimate.std
-        return _Test(place, "normal", measured, estimate.mean, estimate.std, z)
-    bytes_per_row = int(expected.bytes_per_row.sum())
-    fixed = int(expected.fixed_bytes[list(layers), ..., expected.scopes.index(scope)].sum())
-    probability = tail_probability(population, (measured - fixed) / bytes_per_row)
-    z = -NormalDist().inv_cdf(probability / 2)
-    sign = 1 if measured >= estimate.mean else -1
-    return _Test(place, "exact tail", measured, estimate.mean, estimate.std, sign * z)
+def _destination_tests(traffic: CountedTraffic, expected: ExpectedTraffic) -> Iterator[_Test]:
+    forward, dispatch = traffic.directions.index("forward"), traffic.phases.index("dispatch")
+    for flow in expected.flows:
+        for layer, destinations in enumerate(flow.destinations):
+            if destinations is not None and has_many(destinations):
+                rows = traffic.rows[layer, forward, dispatch].sum(axis=0)
+                place = f"layer {traffic.layers[layer]}, rows by destination"
+                yield _Test(place, score_destinations(destinations, rows))
 
 
 def _bound(num_tests: int) -> float:
@@ -287,25 +288,31 @@ def _bound(num_tests: int) -> float:
 
 
 def _reason(worst: _Test, tests: Sequence[_Test], bound: float) -> str:
-    methods = [test.method for test in tests]
-    used = [m for m in ("normal", "exact tail", "equality") if m in methods]
-    if used == ["equality"] and worst.z == 0:
+    methods = [test.score.method for test in tests]
+    used = [method for method in METHODS if method in methods]
+    if used == ["equality"] and worst.score.z == 0:
         return f"all {len(tests)} sums equal the law, which leaves no freedom"
     summary = ", ".join(f"{methods.count(m)} {m}" for m in used)
-    return f"worst of {len(tests)} sums ({summary}): {worst.place}, {_distance(worst, bound)}"
+    return f"worst of {len(tests)} tests ({summary}): {worst.place}, {_distance(worst, bound)}"
 
 
 def _distance(test: _Test, bound: float) -> str:
     """How far a sum lies from the law, and how far it may."""
-    if test.method == "equality":
+    score = test.score
+    bounded = f"all but 1 of {1 / FALSE_ALARM:,.0f} faultless runs keep every |z| <= {bound:.2f}"
+    if score.method == "equality":
         return (
-            f"counted {test.measured:,} B, expected {test.mean:,.0f} B, and here the law leaves no"
-            " freedom"
+            f"counted {score.measured:,.0f} B, expected {score.mean:,.0f} B, and here the law"
+            " leaves no freedom"
+        )
+    if score.method == "chi-square":
+        return (
+            f"z = {score.z:+.2f}, chi-square {score.measured:,.1f} with {score.mean:.0f} degrees of"
+            f" freedom; {bounded}"
         )
     return (
-        f"z = {test.z:+.2f} ({test.method}), counted {test.measured:,} B,"
-        f" expected {test.mean:,.0f} +- {test.std:,.0f} B;"
-        f" all but 1 of {1 / FALSE_ALARM:,.0f} faultless runs keep every |z| <= {bound:.2f}"
+        f"z = {score.z:+.2f} ({score.method}), counted {score.measured:,.0f} B,"
+        f" expected {score.mean:,.0f} +- {score.std:,.0f} B; {bounded}"
     )
 
 

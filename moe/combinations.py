@@ -80,8 +80,11 @@ def _shards(config: Config) -> str | None:
             f"expert_tp_mode=all: dispatcher={config.dispatcher.name} is not one exchange; use"
             f" expert_tp_mode=gather or {_or(ONE_EXCHANGE, 'dispatcher')}"
         )
-    if config.placement.name == "balance":
-        return "placement=balance: sharded experts do not move; use expert_tp=1"
+    if config.placement.name == "balance" and width % config.expert_tp:
+        return (
+            f"placement=balance: experts move in equal shards; expert_tp={config.expert_tp} must"
+            f" divide their inner width {width}; nearest: {_divisor(width, config.expert_tp)}"
+        )
     return None
 
 

@@ -21,16 +21,20 @@ from torch import Tensor
 
 from comm import permute
 from comm.dispatch import build_dispatcher
-from comm.dispatch.base import Dispatcher, DispatchSetup
+from comm.dispatch.base import Dispatcher, DispatchOptions, DispatchSetup
 from comm.meter import TrafficMeter
 from comm.placement import ExpertPlacement, build_placement
 from comm.transport import Transport
 from comm.wire import WIRE_FORMATS
 from comm.world import World
-from moe.plan import DTYPES
+from moe.experts import IdentityExperts
+from moe.overlap import routed
+from moe.plan import torch_dtype
 from moe.synthetic import token_hidden, topk_ids
 
 RAW_COPIES, RAW_DEDUP, UNMETERED = "raw, K copies", "raw, deduplicated", "unmetered"
+CAPACITY_FACTOR = 1.25  # of padded
+TWO_NODES = ("two_hop", "hierarchical_allgather")  # mean nothing on one node: half the ranks each
 
 
 @dataclass(frozen=True)
@@ -68,16 +72,23 @@ def make_batch(case: Case, world: World, num_experts: int, top_k: int, seed: int
     generator = torch.Generator().manual_seed(seed * 4096 + world.rank)
     weights = torch.rand(case.tokens, top_k, generator=generator) + 0.5
     return Batch(
-        hidden.to(world.device, DTYPES[case.dtype]),
+        hidden.to(world.device, torch_dtype(case.dtype)),
         torch.from_numpy(ids).to(world.device),
         (weights / weights.sum(1, keepdim=True)).to(world.device),
     )
 
 
 def contenders(
-    case: Case, world: World, names: tuple[str, ...], num_experts: int, top_k: int, seed: int
+    case: Case,
+    world: World,
+    names: tuple[str, ...],
+    num_experts: int,
+    top_k: int,
+    seed: int,
+    chunks: int = 1,
 ) -> list[Contender]:
-    """All contenders of one case; a collective. The first of `names` also runs unmetered."""
+    """All contenders of one case; a collective. The first of `names` also runs unmetered and, with
+    chunks > 1, in that many."""
     placement = build_placement("contiguous", num_experts, world.world_size)
     batch = make_batch(case, world, num_experts, top_k, seed)
     slot_rank = torch.from_numpy(placement.slot_rank).to(world.device)
@@ -88,9 +99,20 @@ def contenders(
         raw(RAW_DEDUP, world, distinct, batch.hidden),
     ]
     for name in names:
-        field.append(metered(name, case, world, placement, batch))
-    field.append(metered(names[0], case, world, placement, batch, enabled=False))
+        field.append(metered(name, name, case, world, placement, batch))
+    first = names[0]
+    field.append(
+        metered(f"{first}, {UNMETERED}", first, case, world, placement, batch, enabled=False)
+    )
+    if chunks > 1:
+        label = in_chunks(first, chunks)
+        field.append(metered(label, first, case, world, placement, batch, chunks=chunks))
     return field
+
+
+def in_chunks(name: str, chunks: int) -> str:
+    """What a dispatcher that sends its tokens in parts is called."""
+    return f"{name}, {chunks} chunks"
 
 
 def raw(name: str, world: World, rows_to: Tensor, hidden: Tensor) -> Contender:
@@ -111,34 +133,59 @@ def raw(name: str, world: World, rows_to: Tensor, hidden: Tensor) -> Contender:
 
 
 def metered(
+    label: str,
     name: str,
     case: Case,
     world: World,
     placement: ExpertPlacement,
     batch: Batch,
     enabled: bool = True,
+    chunks: int = 1,
 ) -> Contender:
     """A dispatcher with identity experts, checked once for the right result."""
     meter = TrafficMeter(1, world.world_size)
-    wire = WIRE_FORMATS[case.dtype]
-    top_k = batch.topk_ids.shape[1]
-    setup = DispatchSetup(
-        Transport(world, meter), placement, wire, wire, 0, case.width, top_k, DTYPES[case.dtype]
-    )
-    dispatcher = build_dispatcher(name, setup)
+    dispatchers = [_dispatcher(name, case, world, placement, meter, batch) for _ in range(chunks)]
+    experts = IdentityExperts()
 
     def run() -> Tensor:
-        return out_and_back(dispatcher, batch)
+        parts = (batch.hidden, batch.topk_ids, batch.topk_weights)
+        return routed(dispatchers, experts, *parts)[0]
 
     _check(name, case, batch.hidden, run())
     sent_bytes = meter.sent.sum(axis=(0, 1, 2, 3))
     meter.enabled = enabled
-    return Contender(name if enabled else f"{name}, {UNMETERED}", run, sent_bytes)
+    return Contender(label, run, sent_bytes)
 
 
-def out_and_back(dispatcher: Dispatcher, batch: Batch) -> Tensor:
-    arrived = dispatcher.dispatch(batch.hidden, batch.topk_ids, batch.topk_weights)
-    return dispatcher.combine(arrived.expert_input, arrived.handle)
+def _dispatcher(
+    name: str,
+    case: Case,
+    world: World,
+    placement: ExpertPlacement,
+    meter: TrafficMeter,
+    batch: Batch,
+) -> Dispatcher:
+    wire, ranks = WIRE_FORMATS[case.dtype], range(world.world_size)
+    # With two nodes, as many ranks on each; one rank, or an odd one out, makes do.
+    half = (world.world_size + 1) // 2 if name in TWO_NODES else world.world_size
+    nodes = (
+        [tuple(ranks[:half]), tuple(ranks[half:])] if half < world.world_size else [tuple(ranks)]
+    )
+    setup = DispatchSetup(
+        transport=Transport(world, meter),
+        placement=placement,
+        wire_dispatch=wire,
+        wire_combine=wire,
+        layer=0,
+        width=case.width,
+        top_k=batch.topk_ids.shape[1],
+        dtype=torch_dtype(case.dtype),
+        node_of_rank=tuple(int(rank >= half) for rank in ranks),
+        node_transport=Transport(world, meter, world.split(nodes)),
+        # Tokens come back whole although some choices find no room.
+        options=DispatchOptions(capacity_factor=CAPACITY_FACTOR, renormalize=True),
+    )
+    return build_dispatcher(name, setup)
 
 
 def _check(name: str, case: Case, hidden: Tensor, output: Tensor) -> None:

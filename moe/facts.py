@@ -50,6 +50,7 @@ def run_shape(plan: Plan, placements: Sequence[ExpertPlacement]) -> RunShape:
         expert_values=values,
         expert_bytes=values * plan.dtype.itemsize,
         shared_values=_shared_values(plan),
+        rebalances=plan.rebalances,
         moves=_moves(plan, slots),
     )
     assert run.phases == plan.phases and run.directions == plan.directions

@@ -8,9 +8,6 @@
 The norm is not linear, so it must follow the sum over ranks. A model without a latent has no
 W_down, RMSNorm and W_up, and W is the hidden width. Between layers: x <- x + layer(pre_norm(x)).
 
-A layer's tokens may go in several chunks, each a complete dispatch and combine, so that the rows of
-one travel while the experts work on another.
-
 T tokens of this rank, H hidden, W payload width, K = top_k. This file knows the contract of a
 dispatcher and none of them; who may reach whom: layer -> {router, experts}, comm.dispatch.base.
 """
@@ -27,10 +24,11 @@ from torch import Tensor, nn
 
 from moe.experts import ACTIVATIONS, latent_weights, shared_weights
 from moe.model import NORM_EPS, ModelShape
+from moe.overlap import routed
 from moe.router import Router
 
 if TYPE_CHECKING:
-    from comm.dispatch.base import Dispatcher, DispatchResult, Pending
+    from comm.dispatch.base import Dispatcher
     from comm.replicas import ReplicaChooser
 
 
@@ -146,36 +144,8 @@ class MoELayer(nn.Module):
                 topk_ids, torch.arange(first_token, first_token + len(x), device=x.device)
             )
         z = x if self.latent is None else self.latent.into(x)
-        routed, dropped = self._routed(z, topk_ids, topk_weights, slots)
-        hidden = routed if self.latent is None else self.latent.out_of(routed)
+        combined, dropped = routed(self.dispatchers, self.experts, z, topk_ids, topk_weights, slots)
+        hidden = combined if self.latent is None else self.latent.out_of(combined)
         if self.shared is not None:
             hidden = hidden + self.shared(x)
-        return LayerOutput(hidden, routed, topk_ids, topk_weights, slots, dropped)
-
-    def _routed(
-        self, z: Tensor, topk_ids: Tensor, topk_weights: Tensor, slots: Tensor | None
-    ) -> tuple[Tensor, int]:
-        """[T, W] -> [T, W] over the wire and back, and how many choices found no room.
-
-        The next chunk is sent before the experts of this one begin, and answers are waited for at
-        the very end: what travels meanwhile costs no time of its own.
-        """
-        count = len(self.dispatchers)
-        edges = [index * len(z) // count for index in range(count + 1)]
-
-        def start(chunk: int) -> Pending[DispatchResult]:
-            part = slice(edges[chunk], edges[chunk + 1])
-            return self.dispatchers[chunk].dispatch_async(
-                z[part], topk_ids[part], topk_weights[part], None if slots is None else slots[part]
-            )
-
-        combining, dropped, pending = [], 0, start(0)
-        for chunk, dispatcher in enumerate(self.dispatchers):
-            arrived = pending.wait()
-            if chunk + 1 < count:
-                pending = start(chunk + 1)
-            expert_output = self.experts(arrived.expert_input, arrived.tokens_per_expert)
-            combining.append(dispatcher.combine_async(expert_output, arrived.handle))
-            dropped += arrived.num_dropped
-        parts = [combine.wait() for combine in combining]
-        return (parts[0] if count == 1 else torch.cat(parts)), dropped
+        return LayerOutput(hidden, combined, topk_ids, topk_weights, slots, dropped)

@@ -35,7 +35,7 @@ def placement_report(run: RunShape, routing: Routing) -> dict[str, Any]:
         "contiguous": _worst(before),
         "placed": _worst(after),
         "moved_experts": len(run.moves),
-        "moved_bytes": len(run.moves) * run.expert_bytes,
+        "moved_bytes": len(run.moves) * run.expert_bytes // run.expert_tp,
     }
 
 

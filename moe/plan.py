@@ -10,21 +10,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from comm.meter import ALL_PHASES, DIRECTIONS, PHASES
 from comm.placement import PLACEMENTS, ExpertPlacement, build_placement, placement_from_slots
 from comm.topology import Topology
-from comm.world import World, gather_topology
 from moe.model import ModelShape, scaled
 from moe.placement_files import read_placement
 from moe.routing import build_source
 from moe.routing.base import RoutingContext, RoutingSource
 from moe.settings import Config
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+if TYPE_CHECKING:  # a plan is also drawn where no torch is loaded, to see that it can be
+    import torch
+
+    from comm.world import World
 
 Partition = tuple[tuple[int, ...], ...]  # of the world's ranks
 
@@ -45,7 +47,7 @@ class Plan:
 
     @property
     def dtype(self) -> torch.dtype:
-        return DTYPES[self.config.dtype]
+        return torch_dtype(self.config.dtype)
 
     @property
     def num_layers(self) -> int:
@@ -162,8 +164,17 @@ class Plan:
         return moved
 
 
+def torch_dtype(name: str) -> torch.dtype:
+    """One of moe.settings.DTYPES as torch has it."""
+    import torch
+
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+
+
 def make_plan(config: Config, world: World) -> Plan:
     """A collective: the ranks tell each other their nodes."""
+    from comm.world import gather_topology
+
     topology = gather_topology(world, config.topology.ranks_per_node, config.topology.node_of_rank)
     return plan_on(config, topology)
 

@@ -34,6 +34,9 @@ from moe.experts import (
 )
 from moe.model import NORM_EPS, ModelShape
 
+# See gradient_bound.
+GRADIENT_FACTOR, ARITHMETIC_STEPS = 3.0, 8.0
+
 
 @dataclass(frozen=True)
 class ReferenceOutput:
@@ -51,6 +54,7 @@ class ReferenceGradients:
     """fp32 gradients of sum(grad_hidden * y), all ranks' tokens together.
 
     x: [T, H]; router_weight: [E, H], zeros where the weights were given
+    router_floor: norm of a row of router_weight in whose sums nothing cancels
     experts: (gate_up [2 I, W], down [W, I]) by logical id, of the experts that had tokens; all
         others have zero gradients
     others: of "latent.down", "latent.gain", "latent.up", "shared.gate_up", "shared.down", where the
@@ -60,6 +64,7 @@ class ReferenceGradients:
 
     x: Tensor
     router_weight: Tensor
+    router_floor: float
     experts: dict[int, ExpertWeights]
     others: dict[str, Tensor]
     shape: ModelShape
@@ -139,26 +144,25 @@ def reference_gradients(
         return used[logical]
 
     used: dict[int, ExpertWeights] = {}
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         inputs = leaf(x)
         router = router_weight(shape, seed, layer).to(x.device).requires_grad_()  # fp32 in any run
         others = {name: leaf(weight) for name, weight in _replicated(shape, seed, layer).items()}
         if topk_weights is None:
             topk_weights = reference_router_weights(shape, inputs, router, topk_ids)
-        topk_ids, topk_weights = _without_dropped(topk_ids, topk_weights, kept, renormalize)
-        output = _layer(shape, inputs, topk_ids, topk_weights, expert, others)
-    experts = [weight for pair in used.values() for weight in pair]
-    found = iter(
-        torch.autograd.grad(
-            output.hidden,
-            [inputs, router, *others.values(), *experts],
-            grad_hidden.to(inputs),
-            materialize_grads=True,
+        # clones: autograd refuses what was made in inference mode
+        topk_ids, topk_weights = _without_dropped(
+            topk_ids.clone(), topk_weights.clone(), kept, renormalize
         )
-    )
+        output = _layer(shape, inputs, topk_ids, topk_weights, expert, others)
+        experts = [weight for pair in used.values() for weight in pair]
+        leaves = [inputs, router, output.routed, *others.values(), *experts]
+        grad = grad_hidden.to(inputs).clone()
+        found = iter(torch.autograd.grad(output.hidden, leaves, grad, materialize_grads=True))
     return ReferenceGradients(
         x=next(found),
         router_weight=next(found),
+        router_floor=_router_floor(shape, inputs.detach(), output.routed.detach(), next(found)),
         others={name: next(found) for name in others},
         experts={logical: ExpertWeights(next(found), next(found)) for logical in used},
         shape=shape,
@@ -212,10 +216,10 @@ def reference_routed(
     return total.to(z.dtype)
 
 
-def relative_error(measured: Tensor, reference: Tensor) -> float:
+def relative_error(measured: Tensor, reference: Tensor, floor: float = 0.0) -> float:
     """Largest L2 error of a token, over its reference's norm or the rms norm where that is larger.
 
-    measured, reference: [T, width]
+    measured, reference: [T, width]; floor: a norm that is still smaller is not divided by
     returns: 0.0 without tokens; infinity where anything is not finite, so that no bound admits it
     """
     if measured.shape != reference.shape:
@@ -224,20 +228,25 @@ def relative_error(measured: Tensor, reference: Tensor) -> float:
         return 0.0
     error = (measured.double() - reference.double()).norm(dim=1)
     norm = reference.double().norm(dim=1)
-    typical = norm.square().mean().sqrt()
     # Where experts cancel, or where there are none, a token's own norm says nothing about rounding.
-    floor = typical if typical > 0 else torch.ones_like(typical)
-    worst = (error / norm.clamp_min(floor)).max().item()
+    typical = norm.square().mean().sqrt().clamp_min(floor)
+    least = typical if typical > 0 else torch.ones_like(typical)
+    worst = (error / norm.clamp_min(least)).max().item()
     return worst if worst < float("inf") else float("inf")  # NaN compares false
 
 
 def gradient_errors(
-    measured: Mapping[str, Tensor], reference: Mapping[str, Tensor]
+    measured: Mapping[str, Tensor],
+    reference: Mapping[str, Tensor],
+    floors: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
     """The relative error of each gradient, the worst first.
 
     "x" is compared by token, "router.*" and "experts.*" by expert, as rows of `relative_error`;
-    any other tensor as a whole. Raises ValueError where the names or the shapes differ.
+    any other tensor as a whole.
+    floors: norms of rows below which rounding is not measured, by name. The router's gradient is 0
+        where weights are divided by their sum and a token has but one: what is left is noise.
+    Raises ValueError where the names or the shapes differ.
     """
     if measured.keys() != reference.keys():
         raise ValueError(f"gradients of {sorted(measured)}, reference of {sorted(reference)}")
@@ -250,8 +259,21 @@ def gradient_errors(
             )
         rows = len(wanted) if name.split(".")[0] in ("x", "router", "experts") else 1
         width = wanted.numel() // max(rows, 1)
-        errors[name] = relative_error(given.reshape(rows, width), wanted.reshape(rows, width))
+        errors[name] = relative_error(
+            given.reshape(rows, width), wanted.reshape(rows, width), (floors or {}).get(name, 0.0)
+        )
     return dict(sorted(errors.items(), key=lambda error: -error[1]))
+
+
+def gradient_bound(row_errors: Sequence[float], unit_roundoff: float) -> float:
+    """Largest relative error of any gradient of a layer that rounding may cause.
+
+    row_errors: of the wire formats of dispatch, combine and backward, as `WireFormat.row_error`
+    unit_roundoff: of the run's dtype, 2^-24, 2^-8 or 2^-11
+    Each rounding enters a gradient about once, and the arithmetic rounds in each of several steps.
+    CALIBRATED
+    """
+    return GRADIENT_FACTOR * (sum(row_errors) + ARITHMETIC_STEPS * unit_roundoff)
 
 
 def _replicated(shape: ModelShape, seed: int, layer: int) -> dict[str, Tensor]:
@@ -263,6 +285,15 @@ def _replicated(shape: ModelShape, seed: int, layer: int) -> dict[str, Tensor]:
     if shape.num_shared_experts:
         weights["shared.gate_up"], weights["shared.down"] = shared_weights(shape, seed, layer)
     return weights
+
+
+def _router_floor(shape: ModelShape, x: Tensor, routed: Tensor, grad: Tensor) -> float:
+    """Row norm of the router's gradient if a token's vectors were at random angles.
+
+    x: [T, H]; routed, its gradient: [T, W]. A token's part is (grad . outputs) x: W products.
+    """
+    part = grad.norm(dim=1) * routed.norm(dim=1) * x.norm(dim=1)
+    return (part.norm() / (shape.payload_width * shape.num_experts) ** 0.5).item()
 
 
 def _layer(

@@ -134,8 +134,10 @@ class BenchConfig:
     widths: tuple[int, ...] = key((256, 1024), "payload widths, one case for each", minimum=1)
     dtypes: tuple[str, ...] = key(("fp32", "bf16"), "compute and wire types", DTYPES)
     dispatchers: tuple[str, ...] = key(
-        ("rank_dedup", "all_to_all", "allgather"), "the dispatchers to time"
+        ("rank_dedup", "all_to_all", "one_sided", "two_hop", "padded", "allgather"),
+        "the dispatchers to time; two_hop on two nodes of half the ranks each",
     )
+    chunks: int = key(4, "the first dispatcher also in so many chunks; 1: not", minimum=1)
     iterations: int = key(20, "timed rounds of each case", minimum=2)
     warmup: int = key(3, "rounds run first and not timed", minimum=0)
 

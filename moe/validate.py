@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from comm.topology import divisibility_message
-from moe.combinations import why_not
 from moe.model import scaled
+from moe.rehearsal import refusal
 from moe.settings import WIRES, Config, ConfigError, Key, keys, no_such, shown
 
 DAY_S = 86_400
@@ -35,7 +35,7 @@ def validate(config: Config, options: Callable[[str], list[str]]) -> None:
     _check_model(config)
     _check_ranks(config)
     _check_tokens(config)
-    if reason := why_not(config):
+    if config.job == "emulate" and (reason := refusal(config)):
         raise ConfigError(reason)
     _check_surroundings(config)
     check_output_dir(config.output_dir)

@@ -56,10 +56,12 @@ class Case:
     mode: str = "gather"
     dtype: torch.dtype = torch.float32
     replicas: tuple[tuple[int, ...], ...] = ()
+    inner: int = 24
 
     @property
     def shape(self) -> ModelShape:
         changes = {"num_experts": self.num_experts, "top_k": self.top_k}
+        changes["intermediate_size"] = self.inner
         return small(self.model, num_expert_groups=1, num_limited_groups=1, **changes)
 
     @property
@@ -283,7 +285,9 @@ class PlainDispatcher:
         sums = torch.zeros(len(z) * self.case.placed.world_size, z.shape[1])
         place = token * self.case.placed.world_size + rank
         sums = Rounded.apply(sums.index_add(0, place, weighted).to(z.dtype), wire)
-        return Ready(sums.unflatten(0, (len(z), self.case.placed.world_size)).float().sum(1).to(z.dtype))
+        return Ready(
+            sums.unflatten(0, (len(z), self.case.placed.world_size)).float().sum(1).to(z.dtype)
+        )
 
 
 def plain(case: Case) -> Gradients:

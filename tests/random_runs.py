@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from comm.analytic.oracle import ExactTraffic
 from comm.analytic.owners import expert_owner, one_slot_each
 from comm.analytic.paths import TWO_HOPS
 from comm.analytic.rows import WIRES
@@ -106,3 +107,15 @@ def simple_run(dispatcher: str, world_size: int, num_experts: int, **changes: An
         "width": 16,
     }
     return RunShape(**(fields | changes))
+
+
+def rows_of(exact: ExactTraffic, phase: str, direction: str = "forward") -> np.ndarray:
+    """[src, dst] rows of one phase, over all layers"""
+    place = exact.directions.index(direction), exact.phases.index(phase)
+    return exact.rows[:, *place].sum(axis=0)
+
+
+def bytes_of(exact: ExactTraffic, phase: str, kind: str, direction: str = "forward") -> np.ndarray:
+    """[src, dst] bytes of one kind in one phase, over all layers"""
+    place = exact.directions.index(direction), exact.phases.index(phase), exact.kinds.index(kind)
+    return exact.bytes[:, *place].sum(axis=0)

@@ -52,7 +52,7 @@ def random_config(random: Random, world_size: int, base) -> object:
         steps=random.choice((1, 2)),
         warmup=random.choice((0, 1)),
         seed=random.randrange(10_000),
-        router=RouterConfig(random.choice(("uniform", "learned"))),
+        router=RouterConfig(name=random.choice(("uniform", "learned"))),
         placement=PlacementConfig(random.choice(list(PLACEMENTS))),
         dispatcher=DispatcherConfig(random.choice(list(DISPATCHERS))),
         wire=WireConfig(random.choice(list(WIRE_FORMATS)), random.choice(list(WIRE_FORMATS))),

@@ -104,6 +104,31 @@ def test_a_rank_without_experts() -> None:
     assert output.shape == (0, K3.payload_width)
     output.sum().backward()
     assert rows.grad is not None
+    for weight in (experts.gate_up, experts.down):
+        assert weight.grad is not None and weight.grad.shape == weight.shape
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 30])
+def test_shards_are_slices_whose_outputs_sum_to_the_whole(count: int) -> None:
+    """24 inner values: halves, thirds, 5 5 5 5 4, and six shards of nothing at 30."""
+    owned, counts = [4, 0, 7], torch.tensor([3, 0, 4])
+    whole = Experts(K3, owned, seed=7, layer=3)
+    shards = [Experts(K3, owned, seed=7, layer=3, shard=(i, count)) for i in range(count)]
+    inner = [shard.down.shape[2] for shard in shards]
+    assert sum(inner) == 24 and max(inner) - min(inner) <= 1 and inner == sorted(inner)[::-1]
+    assert torch.equal(torch.cat([shard.down for shard in shards], dim=2), whole.down)
+    halves = [shard.gate_up.chunk(2, dim=1) for shard in shards]
+    gate_up = torch.cat([gate for gate, _ in halves] + [up for _, up in halves], dim=1)
+    assert torch.equal(gate_up, whole.gate_up)
+    rows = rows_of(7)
+    total = sum(shard(rows, counts) for shard in shards)
+    assert torch.allclose(total, whole(rows, counts), atol=1e-5)
+
+
+@pytest.mark.parametrize("shard", [(2, 2), (-1, 2), (0, 0)])
+def test_a_shard_that_does_not_exist(shard: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=f"shard {shard[0]} of {shard[1]}: must lie in 0"):
+        Experts(K3, [0], seed=0, layer=0, shard=shard)
 
 
 @pytest.mark.parametrize("counts", [[0, 0, 0], [0, 2, 0]])

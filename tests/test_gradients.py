@@ -38,19 +38,33 @@ TOKENS = {
 }
 
 
+def layouts(dispatcher: str, tokens: tuple[int, ...]) -> list[Case]:
+    """Several holders of an expert: replicas in unlike order, groups that hold the same."""
+    if len(tokens) == 3:
+        return [
+            Case(dispatcher, tokens, num_experts=5, replicas=((3, 0, 1), (0, 3), (4, 2))),
+            Case(dispatcher, tokens, ep_size=1),
+        ]
+    return [Case(dispatcher, tokens, ep_size=4, num_layers=2)] if len(tokens) == 8 else []
+
+
 def cases_of(world_size: int) -> list[Case]:
     """Wires, shapes and layouts, each for every strategy."""
     first, *others = TOKENS[world_size]
     rounded = ("fp8_block128", "bf16", "fp32")
     cases = []
     for name in DISPATCHERS:
+        if world_size < 8:
+            cases += [
+                Case(name, first),
+                Case(name, first, absent=1.0),
+                Case(name, first, wires=("mxfp8", "fp8_block128", "fp32"), model="deepseek_v3"),
+            ]
         cases += [
-            Case(name, first),
             Case(name, first, num_layers=3, chunks=3, wires=rounded),
             Case(name, first, hot=True, placement="contiguous", top_k=2, absent=0.0),  # case 16
             Case(name, first, num_experts=5, model="qwen3_235b_a22b", chunks=2),  # R > E at 8
-            Case(name, first, absent=1.0),
-            Case(name, first, wires=("mxfp8", "fp8_block128", "fp32"), model="deepseek_v3"),
+            *layouts(name, first),
             *(Case(name, tokens, num_layers=2, model="mixtral_8x7b") for tokens in others),
         ]
     return cases

@@ -105,6 +105,43 @@ def test_regroup_by_expert(rows_from):
     assert permute.regroup_by_expert(np.array(rows_from)).tolist() == wanted
 
 
+@given(
+    st.lists(st.lists(st.integers(0, 3), min_size=3, max_size=3), min_size=1, max_size=5),
+    st.integers(3, 5),
+)
+@settings(max_examples=50, deadline=None)
+def test_regroup_by_expert_where_runs_are_padded(rows_from, capacity):
+    received = [
+        (expert, source, filled)
+        for source, counts in enumerate(rows_from)
+        for expert, count in enumerate(counts)
+        for filled in [True] * count + [False] * (capacity - count)
+    ]
+    order = sorted(range(len(received)), key=lambda index: received[index][:2])
+    wanted = [index for index in order if received[index][2]]
+    assert permute.regroup_by_expert(np.array(rows_from), capacity).tolist() == wanted
+
+
+@given(st.lists(st.integers(0, 4), max_size=6), st.integers(0, 5))
+@settings(max_examples=50, deadline=None)
+def test_first_of_each_slot(rows_per_slot, capacity):
+    sorted_slots = [slot for slot, count in enumerate(rows_per_slot) for _ in range(count)]
+    first, places = [], []
+    for number, slot in enumerate(sorted_slots):
+        within = number - sorted_slots.index(slot)
+        if within < capacity:
+            first.append(number)
+            places.append(slot * capacity + within)
+    rows = torch.tensor(rows_per_slot, dtype=torch.int64)
+    found = permute.first_of_each_slot(rows, capacity)
+    assert [part.tolist() for part in found] == [first, places]
+
+
+def test_first_of_each_slot_is_the_picture():
+    first, place = permute.first_of_each_slot(torch.tensor([3, 1, 0, 2]), 2)
+    assert first.tolist() == [0, 1, 3, 4, 5] and place.tolist() == [0, 1, 2, 6, 7]
+
+
 def test_regroup_without_local_experts():
     assert permute.regroup_by_expert(np.zeros((3, 0), dtype=np.int64)).tolist() == []
 

@@ -15,7 +15,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from report_samples import sample_inputs, sample_record, with_extra_bytes
+from report_samples import SAMPLES, sample, sample_inputs, sample_record, with_extra_bytes
 
 from comm.report.events import EventLog
 from comm.report.full_scale import full_scale
@@ -69,21 +69,54 @@ def violations(value: Any, schema: dict[str, Any], where: str = "$") -> list[str
     return found
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"ranks": 1, "ranks_per_node": 1},
-        {"router": "learned"},
-        {"latent": None},
-        {"dispatcher": "allgather", "wire": "mxfp8"},
-        {"tokens": [0] * 8},
-    ],
-)
-def test_record_follows_its_schema(changes: dict[str, Any]) -> None:
-    record = json.loads(json.dumps(sample_record(**changes), allow_nan=False))
+@pytest.mark.parametrize("name", SAMPLES)
+def test_record_follows_its_schema(name: str) -> None:
+    record = json.loads(json.dumps(sample(name), allow_nan=False))
     jsonschema.validate(record, SCHEMA)
     assert violations(record, SCHEMA) == []  # stricter: 1.0 is no integer
+
+
+ADDED = {  # since the first records of version 1
+    "$": ("conventions", "choices", "wire_errors", "placement"),
+    "totals": ("backward", "outside"),
+    "correctness": ("gradient_bound",),
+}
+
+
+def test_a_record_of_the_first_version_still_follows_the_schema() -> None:
+    record = sample_record()
+    record["manifest"]["wire"].pop("backward")
+    for place, names in ADDED.items():
+        part = record if place == "$" else record[place]
+        for name in names:
+            del part[name]
+    jsonschema.validate(record, SCHEMA)
+    assert violations(record, SCHEMA) == []
+
+
+def properties(schema: dict[str, Any]) -> set[str]:
+    """Every name that a schema knows, at any depth."""
+    inner = [properties(item) for item in schema.values() if isinstance(item, dict)]
+    return set(schema.get("properties", ())).union(*inner)
+
+
+def names_in(value: Any) -> set[str]:
+    """Every key of a record, at any depth."""
+    if isinstance(value, dict):
+        return set(value).union(*map(names_in, value.values()))
+    return set().union(*map(names_in, value)) if isinstance(value, list) else set()
+
+
+def test_the_schema_knows_every_field_and_no_other() -> None:
+    """Names that are data (an option of the configuration, a kind) are not fields."""
+    records = [sample(name) for name in SAMPLES]
+    for record in records:  # the top of the record and of each of its parts
+        assert set(record) == set(SCHEMA["properties"])
+        for part in ("totals", "correctness", "choices", "headline", "balance"):
+            assert set(record[part]) <= set(SCHEMA["properties"][part]["properties"]), part
+        assert set(record["timing"]) <= set(SCHEMA["properties"]["timing"]["properties"])
+    there = set().union(*map(names_in, records))
+    assert properties(SCHEMA) - there == set()
 
 
 def test_schema_refuses_a_broken_record() -> None:
@@ -121,7 +154,7 @@ def test_cells_add_up_to_the_counted_arrays() -> None:
         assert entry["rows"]["self"] == np.trace(rows)
         assert sum(entry["rows"].values()) == rows.sum()
     totals = record["totals"]
-    assert totals["measured_bytes"] == traffic.bytes.sum()
+    assert totals["measured_bytes"] == traffic.bytes.sum() and totals["outside"] == {}
     assert sum(cell["measured_bytes"] for cell in totals["cells"]) == traffic.bytes.sum()
     network = totals["tiers"]["network"]["measured_bytes"]
     assert network == totals["network_payload_bytes"] + totals["network_metadata_bytes"]
@@ -167,17 +200,67 @@ def test_errors_that_cancel_in_the_sums_are_still_counted() -> None:
     assert first["differing_bytes"] == 512
 
 
-def test_backward_has_counts_and_no_predictions() -> None:
-    inputs = with_extra_bytes(sample_inputs(layers=1), (0, 1, 0, 0, 2, 5), 256)
-    entries = build_record(inputs)["layers"]
-    assert [entry["direction"] for entry in entries] == ["forward"] * 2 + ["backward"] * 2
-    assert entries[2]["network"] == {
-        "measured_bytes": 256,
-        "exact_bytes": None,
-        "expected_bytes": None,
-        "expected_std": None,
-        "z": None,
-    }
+def test_entries_follow_the_order_in_which_phases_happen() -> None:
+    forward = ["dispatch", "combine"]
+    for name, phases in (
+        ("default", forward),
+        ("shared experts", ["dispatch", "tp_gather", "tp_reduce", "combine"]),
+        ("balanced", ["rebalance", *forward]),
+        ("training", [*forward, "back combine", "back dispatch", "back grad_sync"]),
+    ):
+        found = [
+            ("back " if entry["direction"] == "backward" else "") + entry["phase"]
+            for entry in sample(name)["layers"]
+            if entry["layer"] == 1
+        ]
+        assert found == phases
+
+
+def test_backward_has_predictions_of_its_own() -> None:
+    inputs = sample_inputs(layers=1, training=True, tokens=64)
+    record = build_record(with_extra_bytes(inputs, (0, 1, 1, 0, 2, 5), 256))  # backward, combine
+    back = next(e for e in record["layers"] if e["direction"] == "backward")
+    assert back["phase"] == "combine" and back["differing_bytes"] == 256
+    network = back["network"]
+    assert network["measured_bytes"] == network["exact_bytes"] + 256
+    estimate = inputs.expected.of("remote", phases=("combine",), directions=("backward",))
+    assert network["expected_bytes"] == pytest.approx(estimate.mean)
+    assert network["expected_std"] == pytest.approx(estimate.std)
+
+
+@pytest.mark.parametrize("name", ["training", "balanced, training", "balanced", "groups"])
+def test_what_moves_beside_the_tokens_is_in_no_sum(name: str) -> None:
+    inputs = sample_inputs(**SAMPLES[name])
+    record, traffic = sample(name), inputs.traffic
+    totals = record["totals"]
+    by_phase = dict(zip(traffic.phases, traffic.bytes.sum(axis=(0, 1, 3)), strict=True))
+    outside = [phase for phase in ("rebalance", "grad_sync") if phase in by_phase]
+    off_rank = ~np.eye(len(inputs.tiers), dtype=bool)
+    assert totals["outside"] == {phase: by_phase[phase][off_rank].sum() for phase in outside}
+    assert all(totals["outside"].values()) and outside
+    tokens = by_phase["dispatch"] + by_phase["combine"]
+    assert totals["measured_bytes"] == tokens.sum()
+    network = totals["network_payload_bytes"] + totals["network_metadata_bytes"]
+    assert network == tokens[off_rank].sum()
+    ways = [totals["tiers"], totals["backward"]]
+    assert network == sum(way["network"]["measured_bytes"] for way in ways if way)
+    entries = [e for e in record["layers"] if e["phase"] in outside]
+    assert {entry["network"]["expected_bytes"] for entry in entries} == {None}
+    assert {entry["differing_bytes"] for entry in entries} == {0}
+
+
+def test_padding_counts_as_metadata_of_the_totals() -> None:
+    totals = sample("padded")["totals"]
+    cells = [cell for cell in totals["cells"] if cell["tier"] != "self"]
+    other = sum(c["measured_bytes"] for c in cells if c["kind"] not in ("hidden", "scales"))
+    assert any(cell["kind"] == "padding" for cell in cells)
+    assert totals["network_metadata_bytes"] == other
+
+
+def test_rounds_are_phases_of_tokens() -> None:
+    """Chunks and experts that move add none; a shared expert adds two phases."""
+    rounds = {"default": 8, "training": 8, "chunks": 4, "balanced": 4, "shared experts": 8}
+    assert {name: sample(name)["rounds"] for name in rounds} == rounds
 
 
 def test_full_scale_recomputes_the_row() -> None:
@@ -205,6 +288,24 @@ def test_full_scale_recomputes_the_row() -> None:
     assert full["rounds"] == 184
     assert full["headline_bytes"] == 229_376
     assert full["headline_at_payload_width_bytes"] == 114_688
+    assert full["wire"] == {"dispatch": "mxfp8", "combine": "bf16"}
+
+
+def test_full_scale_has_every_phase_of_the_forward_pass() -> None:
+    full = sample("shared experts, training")["full_scale"]
+    assert list(full["phases"]) == ["dispatch", "tp_gather", "tp_reduce", "combine"]
+    assert full["rounds"] == 4 * 92
+    gathered = full["phases"]["tp_gather"]
+    assert gathered["rows"] == {"self": 0, "scale_up": 16, "scale_out": 0}
+    assert gathered["row_bytes"] == {"hidden": 7168}  # experts are named by the order of the rows
+    assert full["layer"]["payload_bytes"] == pytest.approx(
+        sum(phase["payload_bytes"] for phase in full["phases"].values())
+    )
+    assert "padded" in sample("padded")["full_scale"]["assumptions"][-1]
+    deduplicated = sample("one-sided, deduplicated")["full_scale"]["phases"]["dispatch"]
+    assert deduplicated["row_bytes"] == {"hidden": 7168, "ids": 64, "weights": 64}
+    per_copy = sample("one-sided")["full_scale"]["phases"]["dispatch"]
+    assert per_copy["row_bytes"] == {"hidden": 7168, "ids": 4}
 
 
 def test_full_scale_of_a_run_has_its_rows_a_token() -> None:
@@ -229,6 +330,27 @@ def test_timing_follows_the_slowest_rank() -> None:
     assert timing["dispatch"]["seconds"] == pytest.approx(0.1)
     assert timing["combine"]["seconds"] == pytest.approx(10.0)
     assert timing["experts_seconds"] == 0.61
+
+
+def test_timing_names_every_phase_that_the_run_has() -> None:
+    names = {
+        "default": ["dispatch", "combine"],
+        "no tokens": ["dispatch", "combine"],
+        "balanced, training": [
+            *("rebalance", "dispatch", "combine"),
+            *("backward combine", "backward dispatch", "backward grad_sync"),
+        ],
+    }
+    for name, phases in names.items():
+        times = sample(name)["timing"]
+        assert list(times) == [*phases, "experts_seconds", "step_seconds"]
+    inputs = sample_inputs(training=True, layers=1)
+    inputs.traffic.seconds[2, 0, 1, 0] = 7.0  # backward, dispatch
+    timing = build_record(inputs)["timing"]
+    assert timing["backward dispatch"]["seconds"] == 7.0
+    assert timing["dispatch"]["seconds"] == pytest.approx(0.1)
+    sent = inputs.traffic.bytes[0, 1, 0].sum() / 8
+    assert timing["backward dispatch"]["algbw_GBps"] == pytest.approx(sent / 7e9)
 
 
 def test_balance_names_the_worst_layer() -> None:
@@ -363,6 +485,15 @@ def test_events_are_on_disk_at_once(tmp_path: Path) -> None:
     log.append(
         step=0, layer=3, phase="dispatch", rows=np.array([1, 2, 3, 4]), sent=sent, seconds=0.25
     )
+    log.append(
+        step=0,
+        layer=3,
+        phase="combine",
+        direction="backward",
+        rows=np.zeros(4, np.int64),
+        sent=0 * sent,
+        seconds=0.5,
+    )
     lines = (tmp_path / "events.rank0.jsonl").read_text().splitlines()  # before it is closed
     log.close()
     assert [json.loads(text) for text in lines] == [
@@ -377,7 +508,16 @@ def test_events_are_on_disk_at_once(tmp_path: Path) -> None:
                 "counts": {"self": 1, "scale_up": 1, "scale_out": 2},
             },
             "seconds": 0.25,
-        }
+        },
+        {
+            "step": 0,
+            "layer": 3,
+            "direction": "backward",
+            "phase": "combine",
+            "rows": {"self": 0, "scale_up": 0, "scale_out": 0},
+            "bytes": {},
+            "seconds": 0.5,
+        },
     ]
 
 
@@ -397,10 +537,6 @@ def test_the_example_of_the_docs_runs(
 
 def test_the_docs_name_every_field() -> None:
     text = (DOCS / "run_record.md").read_text()
-
-    def fields(schema: dict[str, Any]) -> set[str]:
-        inner = [fields(item) for item in schema.values() if isinstance(item, dict)]
-        return set(schema.get("properties", ())).union(*inner)
-
-    missing = {name for name in fields(SCHEMA) if f"`{name}`" not in text}
-    assert missing == set()
+    words = properties(SCHEMA) | set(SCHEMA["$defs"]["kind"]["enum"])
+    words |= set(SCHEMA["$defs"]["phase_name"]["enum"])
+    assert {name for name in words if f"`{name}`" not in text} == set()

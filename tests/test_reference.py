@@ -10,9 +10,24 @@ import torch.nn.functional as F
 from model_presets import PRESETS, small
 from torch import Tensor
 
-from moe.experts import ACTIVATIONS, expert_weights, latent_weights, shared_weights
+from moe.experts import (
+    ACTIVATIONS,
+    expert_weights,
+    latent_weights,
+    router_weight,
+    shared_weights,
+)
 from moe.model import ModelShape
-from moe.reference import reference_layer, reference_routed, relative_error
+from moe.reference import (
+    gradient_bound,
+    gradient_errors,
+    reference_gradients,
+    reference_layer,
+    reference_routed,
+    reference_router_weights,
+    relative_error,
+)
+from moe.router import Router
 from moe.synthetic import topk_ids as uniform_ids
 
 
@@ -153,3 +168,144 @@ def test_relative_error_of_what_is_not_a_number(bad: float) -> None:
     measured = reference.clone()
     measured[1, 0] = bad
     assert relative_error(measured, reference) == math.inf
+
+
+def test_dropped_choices_are_as_if_they_had_not_been_made() -> None:
+    shape = small("kimi_k3")
+    x, (ids, weights) = inputs(shape, 4), routing(shape, 4)
+    ids[3, 0] = -1
+    kept = torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)) < 0.6
+    kept[2] = False
+    given = (shape, 5, 6, x, ids, weights, torch.float32)
+    left = reference_layer(*given, kept=kept)
+    masked = reference_layer(*given[:4], torch.where(kept, ids, -1), *given[5:])
+    assert torch.equal(left.hidden, masked.hidden) and torch.equal(left.routed, masked.routed)
+    assert not left.routed[2].any() and left.routed[0].any()
+    scaled = reference_layer(*given, kept=kept, renormalize=True)
+    assert not scaled.routed[2].any()
+    for token in (0, 1, 3):  # what is left weighs as much as all that was chosen
+        present = ids[token] >= 0
+        factor = weights[token][present].sum() / weights[token][present & kept[token]].sum()
+        assert torch.allclose(scaled.routed[token], factor * left.routed[token], atol=1e-5)
+    everything = reference_layer(*given, kept=torch.ones_like(kept), renormalize=True)
+    assert relative_error(everything.routed, reference_layer(*given).routed) < 1e-6
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_router_weights_are_those_of_the_router(name: str) -> None:
+    """Two derivations of the same formulas, from the same matrix."""
+    shape = small(name)
+    x, (ids, _) = 3 * inputs(shape, 9), routing(shape, 9)
+    ids[0], ids[1, 0] = -1, -1
+    mine = reference_router_weights(shape, x, router_weight(shape, 5, 6), ids)
+    theirs = Router(shape, seed=5, layer=6).weights_for(x, ids)
+    assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-7)
+    assert not mine[0].any() and mine[2].all()
+
+
+def finite_difference(function: object, at: Tensor, index: tuple[int, ...]) -> float:
+    """Slope of function(at) along one of its values."""
+    step, values = 1e-2, []
+    for sign in (1, -1):
+        moved = at.clone()
+        moved[index] += sign * step
+        values.append(function(moved))
+    return (values[0] - values[1]) / (2 * step)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_gradient_of_x_is_the_slope_of_the_output(name: str) -> None:
+    """Along single values of x; the router's part is in it, its choices held fast."""
+    shape = small(name)
+    x, (ids, _) = inputs(shape, 5), routing(shape, 5)
+    ids[0], ids[1, 0] = -1, -1
+    grad = torch.randn(5, shape.hidden_size, generator=torch.Generator().manual_seed(8))
+    router = Router(shape, seed=5, layer=6)
+
+    def loss(moved: Tensor) -> float:
+        weights = router.weights_for(moved, ids)
+        output = reference_layer(shape, 5, 6, moved, ids, weights, torch.float32)
+        return (output.hidden.double() * grad.double()).sum().item()
+
+    with torch.no_grad():
+        found = reference_gradients(shape, 5, 6, x, ids, grad, torch.float32).x
+        scale = found.norm(dim=1).mean().item() / shape.hidden_size**0.5
+        for index in [(0, 3), (1, 0), (2, 7), (4, 31)]:
+            slope = finite_difference(loss, x, index)
+            assert found[index].item() == pytest.approx(slope, rel=0.02, abs=0.02 * scale)
+
+
+def test_gradients_of_weights_add_up_over_tokens() -> None:
+    shape = small("kimi_k3")
+    x, (ids, _) = inputs(shape, 6), routing(shape, 6)
+    grad = torch.randn(6, shape.hidden_size, generator=torch.Generator().manual_seed(8))
+
+    def of(part: slice) -> dict[str, Tensor]:
+        found = reference_gradients(shape, 5, 6, x[part], ids[part], grad[part], torch.float32)
+        experts = found.stacked(range(shape.num_experts))
+        return {"up": experts.gate_up, "down": experts.down, **found.replicated}
+
+    whole, first, second = of(slice(0, 6)), of(slice(0, 2)), of(slice(2, 6))
+    assert set(whole) == {"up", "down", "router.weight", "latent.down", "latent.up"} | {
+        *("latent.gain", "shared.gate_up", "shared.down")
+    }
+    for name in whole:
+        assert torch.allclose(whole[name], first[name] + second[name], atol=2e-4), name
+        assert whole[name].any(), name
+    busy = whole["down"].flatten(1).any(1).nonzero().flatten()
+    assert busy.tolist() == ids.unique().tolist()  # zeros, not NaN, for all others
+
+
+def test_gradients_leave_the_caller_s_tensors_alone() -> None:
+    shape = small("qwen3_235b_a22b")
+    with torch.inference_mode():
+        x, (ids, weights) = inputs(shape, 3), routing(shape, 3)
+        grad = torch.ones_like(x)
+    found = reference_gradients(
+        shape, 5, 6, x, ids, grad, torch.float32, topk_weights=weights, renormalize=True
+    )
+    assert not x.requires_grad and found.x.any()
+    assert not found.router_weight.any()  # the weights were given
+
+
+def test_dropped_choices_have_no_gradients() -> None:
+    shape = small("qwen3_235b_a22b")
+    x, (ids, _) = inputs(shape, 3), routing(shape, 3)
+    kept = torch.ones_like(ids, dtype=torch.bool)
+    kept[1], kept[2, 0] = False, False
+    for renormalize in (False, True):
+        found = reference_gradients(
+            shape, 5, 6, x, ids, torch.ones_like(x), torch.float32, kept, renormalize
+        )
+        masked = torch.where(kept, ids, -1)
+        assert sorted(found.experts) == masked[masked >= 0].unique().tolist()
+        assert not found.x[1].any() and found.x[0].any() and found.x.isfinite().all()
+
+
+def test_a_shard_of_the_stacked_gradients() -> None:
+    shape = small("mixtral_8x7b")
+    x, (ids, _) = inputs(shape, 3), routing(shape, 3)
+    found = reference_gradients(shape, 5, 6, x, ids, torch.ones_like(x), torch.float32)
+    experts = [3, 0, 7]
+    whole, parts = found.stacked(experts), [found.stacked(experts, (i, 2)) for i in range(2)]
+    assert torch.equal(torch.cat([part.down for part in parts], dim=2), whole.down)
+    halves = [part.gate_up.chunk(2, dim=1) for part in parts]
+    gate_up = torch.cat([gate for gate, _ in halves] + [up for _, up in halves], dim=1)
+    assert torch.equal(gate_up, whole.gate_up)
+
+
+def test_gradient_errors_name_the_worst_first() -> None:
+    reference = {name: torch.ones(4, 3) for name in ("x", "experts.down", "latent.up")}
+    measured = {name: tensor.clone() for name, tensor in reference.items()}
+    measured["experts.down"][2] *= 1.5
+    measured["latent.up"][2] *= 1.5  # seen against all of the matrix
+    errors = gradient_errors(measured, reference)
+    assert list(errors) == ["experts.down", "latent.up", "x"]
+    assert errors["experts.down"] == pytest.approx(0.5) and errors["x"] == 0
+    assert errors["latent.up"] == pytest.approx(0.25)
+    with pytest.raises(ValueError, match="gradients of .'x'., reference of"):
+        gradient_errors({"x": measured["x"]}, reference)
+    with pytest.raises(ValueError, match=r"x is \(2, 3\), reference \(4, 3\)"):
+        gradient_errors({**measured, "x": measured["x"][:2]}, reference)
+    measured["x"][0, 0] = math.nan
+    assert list(gradient_errors(measured, reference))[0] == "x"

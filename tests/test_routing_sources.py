@@ -278,8 +278,8 @@ def test_w7_bursts_once_in_four() -> None:
 # --- group-limited ---------------------------------------------------------------------------
 
 
-def grouped(score: str, tokens: int) -> np.ndarray:
-    run = {"num_experts": 256, "top_k": 8, "tokens": (tokens,)}
+def grouped(score: str, tokens: int, experts: int = 256) -> np.ndarray:
+    run = {"num_experts": experts, "top_k": 8, "tokens": (tokens,)}
     options = {"num_expert_groups": 8, "num_limited_groups": 4, "group_score": score}
     return rows("group_limited", **run, **options)
 
@@ -294,15 +294,19 @@ def test_group_limited_hits_as_many_groups_as_the_reference(score: str, mean: fl
 
 
 @pytest.mark.parametrize("score", ["max", "top2_sum"])
-def test_group_limited_equals_a_loop_over_tokens(score: str) -> None:
+@pytest.mark.parametrize("size", [2, 32])
+def test_group_limited_equals_a_loop_over_tokens(score: str, size: int) -> None:
     from moe.philox import Purpose, words_per_item
 
-    drawn = words_per_item(5, Purpose.GROUP_SCORES, 0, 0, 0, 40, 256)
+    experts = 8 * size
+    drawn = words_per_item(5, Purpose.GROUP_SCORES, 0, 0, 0, 40, experts)
     best = 1 if score == "max" else 2
-    for row, ids in zip(drawn.tolist(), grouped(score, 40).tolist(), strict=True):
-        ranked = [sum(sorted(w >> 1 for w in row[g * 32 : g * 32 + 32])[-best:]) for g in range(8)]
+    for row, ids in zip(drawn.tolist(), grouped(score, 40, experts).tolist(), strict=True):
+        scores = [sorted(w >> 1 for w in row[g * size : (g + 1) * size]) for g in range(8)]
+        ranked = [sum(group[-best:]) for group in scores]
         kept = sorted(range(8), key=ranked.__getitem__)[-4:]
-        wanted = sorted((e for e in range(256) if e // 32 in kept), key=row.__getitem__)[-8:]
+        inside = (e for e in range(experts) if e // size in kept)
+        wanted = sorted(inside, key=row.__getitem__)[-8:]
         assert sorted(wanted) == ids
 
 

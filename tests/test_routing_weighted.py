@@ -127,6 +127,17 @@ def test_the_table_holds_numbers_that_a_double_cannot(weights: np.ndarray, top_k
     assert abs(reached / exact[top_k] - 1) < 1e-12
 
 
+def test_the_table_of_weights_that_are_far_apart() -> None:
+    weights = np.geomspace(1e90, 1e-90, 13)
+    exact = [Fraction(1), *[Fraction(0)] * 7]
+    table = weighted._tail_table(weights.tobytes(), 7)
+    for column, weight in enumerate(weights[::-1].tolist(), start=1):
+        exact = [Fraction(1), *(exact[k] + Fraction(weight) * exact[k - 1] for k in range(1, 8))]
+        for number, wanted in zip(table[:, column].tolist(), exact, strict=True):
+            reached = Fraction(number.imag) * Fraction(2) ** int(number.real)
+            assert abs(reached - wanted) <= wanted * Fraction(1, 10**14)
+
+
 def test_896_ones_have_1e34_sets() -> None:
     table = weighted._tail_table(np.ones(896).tobytes(), 896)
     for size in (16, 448, 896):
@@ -142,6 +153,9 @@ def test_the_most_extreme_words_draw_distinct_experts(word: int, top_k: int) -> 
         drawn = weighted_subsets(weights, np.full((3, top_k), word, dtype=np.uint64))
         assert all(len(set(row)) == top_k for row in drawn.tolist())
         assert drawn.min() >= 0 and drawn.max() < 896
+        if word < 2**11:  # a draw of 0 leaves out all that it can
+            lightest = np.argsort(-weights, kind="stable")[896 - top_k :]
+            assert drawn.tolist() == [lightest.tolist()] * 3
 
 
 def test_borders() -> None:

@@ -14,9 +14,7 @@ from comm.verdict import (
     FALSE_ALARM,
     State,
     Verdict,
-    conserved_verdict,
     correctness_verdict,
-    exact_verdict,
     exit_status,
     expected_verdict,
     not_available,
@@ -75,57 +73,6 @@ def with_cell(traffic: Counted, name: str, cell: tuple[int, ...], change: int) -
     array = getattr(traffic, name).copy()
     array[cell] += change
     return replace(traffic, **{name: array})
-
-
-def test_exact_when_all_cells_are_equal() -> None:
-    traffic, exact, _, _ = run()
-    verdict = exact_verdict(traffic, exact)
-    assert verdict.state is State.EXACT
-    assert verdict.measured == verdict.predicted == exact.bytes.sum()
-    assert verdict.reason.startswith("all 3,024 cells equal")  # bytes and rows of 3 layers
-
-
-def test_exact_names_the_first_wrong_cell() -> None:
-    traffic, exact, _, _ = run()
-    forward, combine, hidden = 1, 0, traffic.kinds.index("hidden")
-    before = int(traffic.bytes[2, forward, combine, hidden, 3, 5])
-    wrong = with_cell(traffic, "bytes", (2, forward, combine, hidden, 3, 5), 1024)
-    wrong = with_cell(wrong, "bytes", (2, forward, combine, hidden, 4, 0), -2)
-    verdict = exact_verdict(wrong, exact)
-    assert verdict.state is State.OUTSIDE
-    assert (verdict.measured, verdict.predicted) == (before + 1024, before)
-    assert verdict.reason == (
-        f"layer 2, combine, hidden, rank 3 -> rank 5: counted {before + 1024:,} B,"
-        f" predicted {before:,} B; 2 of 3,024 cells differ"
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "cell", "words"),
-    [
-        ("bytes", (0, 1, 1, 1, 2, 2), "layer 0, dispatch, counts, rank 2 -> rank 2"),
-        ("bytes", (1, 0, 0, 5, 0, 1), "layer 1, backward, combine, hidden, rank 0 -> rank 1"),
-        ("bytes", (1, 1, 0, 0, 0, 1), "layer 1, combine, padding, rank 0 -> rank 1"),
-        ("rows", (1, 1, 1, 0, 4), "layer 1, dispatch, rank 0 -> rank 4: counted"),
-    ],
-)
-def test_no_cell_is_left_out(name: str, cell: tuple[int, ...], words: str) -> None:
-    traffic, exact, _, _ = run()
-    verdict = exact_verdict(with_cell(traffic, name, cell, 1), exact)
-    assert verdict.state is State.OUTSIDE
-    assert verdict.reason.startswith(words)
-
-
-def test_conserved() -> None:
-    traffic, _, _, _ = run()
-    assert conserved_verdict(traffic).state is State.EXACT
-    lost = conserved_verdict(with_cell(traffic, "received", (1, 1, 1, 0, 4), -8))
-    assert lost.state is State.OUTSIDE
-    assert lost.reason.startswith("layer 1, dispatch, rank 0 -> rank 4: sent ")
-    assert "received" in lost.reason and "1 of" in lost.reason
-    unanswered = conserved_verdict(with_cell(traffic, "rows", (2, 1, 0, 5, 1), -1))
-    assert unanswered.state is State.OUTSIDE
-    assert unanswered.reason.startswith("layer 2, rank 1 -> rank 5: dispatched ")
 
 
 @pytest.mark.parametrize("dispatcher", ["all_to_all", "rank_dedup"])

@@ -333,29 +333,24 @@ def group_limited_pmf(
 
 @dataclass(frozen=True)
 class GroupHits:
-    """Rows of the expert groups of a set that are hit, groups being ranked by their best expert.
+    """Rows of the expert groups that are hit, groups being ranked by their best expert.
 
-    rows: of each group that is hit; size: groups in the set
+    values: (rows of a group when it is hit, groups like this), all groups
     """
 
-    rows: int
-    size: int
+    values: tuple[tuple[int, int], ...]
     num_experts: int
     top_k: int
-    num_expert_groups: int
     num_limited_groups: int
 
     def pmf(self) -> NDArray[np.float64]:
         """P(rows = x): given how many are hit, every choice of so many groups is equally likely."""
-        hit = group_limited_pmf(
-            self.num_experts, self.top_k, self.num_expert_groups, self.num_limited_groups
-        )
-        pmf = np.zeros(self.rows * min(self.size, len(hit) - 1) + 1)
-        others = self.num_expert_groups - self.size
+        groups = sum(count for _, count in self.values)
+        hit = group_limited_pmf(self.num_experts, self.top_k, groups, self.num_limited_groups)
+        pmf = np.zeros(max(rows for rows, _ in self.values) * (len(hit) - 1) + 1)
         for d, probability in enumerate(hit):
-            total = comb(self.num_expert_groups, d)
-            for x in range(min(d, self.size) + 1):
-                pmf[self.rows * x] += probability * comb(self.size, x) * comb(others, d - x) / total
+            some = WeightedCopies(self.values, d).pmf() if probability else np.zeros(0)
+            pmf[: len(some)] += probability * some
         return pmf
 
     @property

@@ -1,14 +1,15 @@
 """Tokens that resemble the one before: sums of rows along a chain.
 
-Every token's set is uniform, so means and the variance of one token are those of `fanout`; tokens of
-a chain are correlated, so the variance of a sum is not the sum of variances. For a block of experts,
-the number X of chosen experts in it is itself a Markov chain on 0 ... K: each stays with probability
-`reuse`, and those that leave are replaced by a uniform draw from the experts outside the set.
+Every token's set is uniform, so means and the variance of one token are those of `fanout`; tokens
+of a chain are correlated, so the variance of a sum is not the sum of variances. For a block of
+experts, the number X of chosen experts in it is itself a Markov chain on 0 ... K: each stays with
+probability `reuse`, and those that leave are replaced by a uniform draw from outside the set.
 
     copies   E[X'|X] is linear in X with slope  reuse - K (1 - reuse) / (E - K),
              so Cov(t, t + l) = slope^l Cov(t, t)
-    hits     Cov(A missed by t, B missed by t + l) = P(X_A(t) = 0) (P(X_B(t+l) = 0 | X_A(t) = 0) - q_B):
-             X_B(t) given X_A(t) = 0 is hypergeometric; then l steps of the chain of X_B
+    hits     A missed by t and B missed by t + l have the covariance
+             P(X_A(t) = 0) (P(X_B(t + l) = 0 | X_A(t) = 0) - q_B):
+             X_B(t) given X_A(t) = 0 is hypergeometric, then come l steps of the chain of X_B
 
 Legend: E experts, K top_k, l lag in tokens; A and B blocks of any overlap.
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil, comb
+from math import comb, inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +27,7 @@ from comm.analytic.fanout import copies_covariance, miss_probability
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.integer]
-_FORGOTTEN = 40  # a covariance that decayed by e^-40 is nothing
+FORGOTTEN = 40  # a covariance that decayed by exp(-40) is nothing
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,10 @@ class Chain:
         lost = self.top_k * (1 - self.reuse) / (self.num_experts - self.top_k)
         return self.reuse - lost
 
-    def memory(self, longest: int) -> int:
-        """Lags that matter, `longest` at most."""
-        forgets = 1 - max(self.reuse, abs(self.slope))
-        return longest if forgets * longest <= _FORGOTTEN else min(longest, ceil(40 / forgets))
+    def memory(self, decays: float) -> float:
+        """Tokens after which what is left of a covariance is exp(-decays); inf: nothing is lost."""
+        lost = 1 - max(self.reuse, abs(self.slope))
+        return decays / lost if lost else inf
 
     def transition(self, size: int) -> Floats:
         """[K + 1, K + 1] P(X' = column | X = row) for a block of `size` experts."""

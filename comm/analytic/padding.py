@@ -8,7 +8,7 @@ is dropped: sum over x > C of (x - C) P(x).
 from __future__ import annotations
 
 from functools import lru_cache
-from math import ceil, floor, lgamma, log, log1p, sqrt
+from math import ceil, floor, log, log1p, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +46,12 @@ def _binomial(num_tokens: int, chance: float) -> tuple[NDArray[np.int64], NDArra
     mean, sd = num_tokens * chance, sqrt(num_tokens * chance * (1 - chance))
     reach = ceil(_DEVIATIONS * sd) + _TOKENS
     x = np.arange(max(0, floor(mean) - reach), min(num_tokens, ceil(mean) + reach) + 1)
-    ways = [lgamma(num_tokens - n + 1) + lgamma(n + 1) for n in x.tolist()]
-    log_p = lgamma(num_tokens + 1) - np.array(ways)
+    log_factorial = _log_factorials(num_tokens)
+    log_p = log_factorial[-1] - log_factorial[x] - log_factorial[num_tokens - x]
     return x, np.exp(log_p + x * log(chance) + (num_tokens - x) * log1p(-chance))
+
+
+@lru_cache(maxsize=64)
+def _log_factorials(last: int) -> NDArray[np.float64]:
+    """log n! for n = 0 ... last"""
+    return np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, last + 1)))])

@@ -1,8 +1,9 @@
 """Rows that one hit, or one copy, brings in each scope: the geometry of a strategy, without chance.
 
 A token of a source rank makes  sum_b rows[scope, source, b] x (is block b hit, or: copies to b)
-rows. Blocks are the G positions of the source's lane and, after them, the N nodes of the lane, which
-only a second hop needs. A scope that joins two tiers is the sum of their rows: one law, one variance.
+rows. Blocks are the G positions of the source's lane and, after them, the N nodes of the lane,
+which only a second hop needs. A scope that joins two tiers is the sum of their rows: one law with
+one variance.
 
     strategy                        counted   rows
     all_to_all, one_sided           copies    1 for the rank, in the tier of (source, rank)

@@ -88,7 +88,7 @@ def all_but_one(polynomials: Floats, instead: Floats | None = None) -> Floats:
     return coefficients
 
 
-# One node of a hit pattern: rows when any of it is hit, and (polynomial, rows when hit) of its ranks.
+# A node of a pattern: rows when any of it is hit, (polynomial, rows when hit) of its ranks.
 Node = tuple[int, Sequence[tuple[Floats, int]]]
 
 
@@ -117,7 +117,7 @@ def hits_pmf(nodes: Iterable[Node], top_k: int, most: int) -> Floats:
 def copies_pmf(blocks: Iterable[tuple[Floats, Floats]], top_k: int, most: int) -> Floats:
     """P(rows = x) for x = 0 ... most, where every choice brings rows.
 
-    blocks: (polynomial [K + 1], probabilities [most + 1] of the rows that one of its choices brings)
+    blocks: (polynomial [K + 1], probabilities [most + 1] of the rows that one choice brings)
     """
     total = _one(top_k, most)
     for polynomial, rows_of_choice in blocks:

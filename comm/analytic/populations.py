@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from comm.analytic.choices import capacity
 from comm.analytic.law import GroupLimited, Law, Markov, Uniform, Weighted
-from comm.analytic.markov import Chain, Sequences, bilinear
+from comm.analytic.markov import FORGOTTEN, Chain, Sequences, bilinear
 from comm.analytic.padding import expected_dropped, kept_variance
 from comm.analytic.paths import Paths
 from comm.analytic.patterns import SCOPES, Lane, Pattern
@@ -27,6 +27,7 @@ from comm.analytic.row_laws import (
     RowLaw,
     every_block,
     group_limited_rows,
+    uniform_by_rank,
     uniform_rows,
 )
 from comm.analytic.run import IntArray, RunShape
@@ -45,11 +46,16 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class LayerRows:
-    """Rows of one layer, all tokens together; mean, variance, populations: [scope]"""
+    """Rows of one layer, all tokens together; mean, variance, populations: [scope]
+
+    apart: rows by which the part of one token, or of tokens that resemble each other, may differ
+        from its mean
+    """
 
     mean: Floats
     variance: Floats
     populations: tuple[Population | None, ...]
+    apart: float
     destinations: Destinations | None = None
 
 
@@ -60,8 +66,7 @@ class _Sum:
     mean: Floats = field(default_factory=lambda: np.zeros(len(SCOPES)))
     variance: Floats = field(default_factory=lambda: np.zeros(len(SCOPES)))
     tokens: list[dict[RowLaw, int]] = field(default_factory=lambda: [{} for _ in SCOPES])
-    known: bool = True  # whether the distribution follows from the populations
-    most: int = 0  # rows that no token exceeds
+    most: int = 1  # rows that no token exceeds
 
     def add(self, scope: int, laws: LawSet, tokens: Ints) -> None:
         """tokens: [n] of each count that `laws` was made for"""
@@ -80,8 +85,8 @@ class _Sum:
         """
         laws = self.tokens[scope]
         no_pmf = any(isinstance(law, SkewedHits) and not law.has_pmf for law in laws)
-        many = self.variance[scope] >= RARE_EVENTS * max(1, self.most)
-        if no_pmf or many or not self.known:
+        many = self.variance[scope] >= RARE_EVENTS * self.most
+        if no_pmf or many:
             return None
         return tuple((n, law) for law, n in laws.items())
 
@@ -124,11 +129,6 @@ class Tokens:
         self._serving: dict[tuple[bytes, ...], list[_Served]] = {}
         self._variances: dict[tuple[bytes, ...], Floats] = {}
         self._inclusion: dict[int, Floats] = {}
-        if isinstance(self.law, GroupLimited) and self.law.group_score != "max":
-            raise Unlawful(
-                f"groups ranked by group_score={self.law.group_score} have no closed form: it"
-                " depends on the law of the scores"
-            )
 
     def rows(self, pattern_of: Callable[[Lane], Pattern], by_rank: bool) -> list[LayerRows]:
         """The rows of every layer; by_rank: also by destination, for patterns without hops."""
@@ -136,7 +136,12 @@ class Tokens:
         return [self._layer_rows(layer, patterns, by_rank) for layer in range(self.run.num_layers)]
 
     def _layer_rows(self, layer: int, patterns: Sequence[Pattern], by_rank: bool) -> LayerRows:
-        total = _Sum(most=self.run.top_k * 2 * max(int(p.rows.max(initial=0)) for p in patterns))
+        ranks = len(self.lanes[0].ranks)
+        of_pick = [
+            int(p.rows[..., :ranks].max()) + int(p.rows[..., ranks:].max(initial=0))
+            for p in patterns
+        ]
+        total = _Sum(most=max(1, self.run.top_k * max(of_pick)))
         if isinstance(self.law, Markov) and patterns[0].kind != "every":
             return self._markov_rows(layer, patterns, total)
         size = self.run.world_size
@@ -155,14 +160,14 @@ class Tokens:
                     laws = self._law_set(layer, lane, served, variant, pattern.kind, rows[some])
                     total.add(scope, laws, tokens[some])
                 if by_rank:
-                    picks = self._picks_of(layer, lane, served, variant)
-                    here, spread = _by_rank(picks, pattern.kind)
+                    here, spread = self._by_rank(layer, lane, served, variant, pattern.kind)
                     mean[lane.ranks] += tokens.sum() * here
                     covariance[np.ix_(lane.ranks, lane.ranks)] += tokens.sum() * spread
         return LayerRows(
             total.mean,
             total.variance,
             tuple(total.population(scope) for scope in range(len(SCOPES))),
+            total.most,
             (mean, covariance) if by_rank else None,
         )
 
@@ -212,7 +217,7 @@ class Tokens:
                     "replicas served in turn have a law only where every token chooses experts"
                 )
             for turn, share in enumerate(shares):
-                # Numbers below x that are congruent to the turn: (x - turn + classes - 1) // classes
+                # Numbers below x that leave the turn over: (x - turn + classes - 1) // classes
                 counts = [(x - turn + classes - 1) // classes for x in (starts, ends)]
                 per_step = (counts[1] - counts[0]) * sources if classes > 1 else None
                 key = (share.tobytes(), classes > 1)
@@ -248,19 +253,36 @@ class Tokens:
         )  # fmt: skip
         if key in self._laws:
             return self._laws[key]
-        share = None
         if isinstance(self.law, GroupLimited):
             share = place.rank_share(served.slot_share)
             laws = group_limited_rows(kind, rows, share, lane.node_of, run.top_k, self.law)
-        elif isinstance(self.law, Weighted) or not np.isin(served.slot_share, (0, 1)).all():
+        elif self._is_plain(served):
+            sizes = place.sizes(served.slot_share)
+            laws = uniform_rows(kind, rows, sizes, lane.node_of, run.top_k)
+        else:
             picks = self._picks_of(layer, lane, served, variant)
             laws = LawSet.from_list(skewed_rows(picks, kind, rows))
-        else:
-            sizes = np.bincount(place.position, served.slot_share, place.num_positions)
-            whole = np.rint(sizes).astype(np.int64)
-            laws = uniform_rows(kind, rows, whole, lane.node_of, run.top_k)
         self._laws[key] = laws
         return laws
+
+    def _by_rank(
+        self, layer: int, lane: Lane, served: _Served, variant: int, kind: str
+    ) -> tuple[Floats, Floats]:
+        """(mean [G], covariance [G, G]) of the rows of a token to each rank."""
+        place = self.layers[layer]
+        if self._is_plain(served):
+            return uniform_by_rank(kind, place.sizes(served.slot_share), self.run.top_k)
+        picks = self._picks_of(layer, lane, served, variant)
+        if kind == "copies":
+            return picks.copies
+        missed, covariance = picks.misses
+        ranks = slice(0, len(lane.ranks))
+        return 1 - missed[ranks], covariance[ranks, ranks]
+
+    def _is_plain(self, served: _Served) -> bool:
+        """Uniform routing, and one rank for each expert: what `fanout` knows exactly."""
+        one_slot = bool(np.isin(served.slot_share, (0, 1)).all())
+        return one_slot and isinstance(self.law, Uniform | Markov)
 
     def _markov_rows(self, layer: int, patterns: Sequence[Pattern], total: _Sum) -> LayerRows:
         """Means as under uniform routing, variances along the chains, which cross ranks."""
@@ -286,7 +308,9 @@ class Tokens:
         settled = variance < num_tokens * run.num_steps * NO_VARIANCE
         mean = np.where(settled, np.rint(total.mean), total.mean)
         nothing: tuple[Population | None, ...] = (None,) * len(SCOPES)
-        return LayerRows(mean, np.where(settled, 0.0, variance), nothing)
+        # Tokens four times further apart than a set lives have little in common: exp(-4).
+        alike = min(Sequences(run.tokens_per_rank, law.sequence).longest, chain.memory(4))
+        return LayerRows(mean, np.where(settled, 0.0, variance), nothing, total.most * alike)
 
     def _along_chains(
         self, chain: Chain, sequence: int, patterns: Sequence[Pattern], sizes: Ints
@@ -296,7 +320,7 @@ class Tokens:
         if key in self._variances:  # layers placed alike
             return self._variances[key]
         sequences = Sequences(self.run.tokens_per_rank, sequence)
-        lags = chain.memory(max(0, sequences.longest - 1))
+        lags = int(min(max(0, sequences.longest - 1), chain.memory(FORGOTTEN)))
         earlier, later, pairs = sequences.pairs(lags)
         twice = np.where(np.arange(lags + 1) > 0, 2, 1)  # a pair and its mirror image
         lane, position = self.paths.lane, self.paths.position
@@ -340,7 +364,7 @@ class Tokens:
                         mean += rows[:, g] @ kept
                         variance += rows[:, g].astype(np.float64) ** 2 @ spread
         nothing: tuple[Population | None, ...] = (None,) * len(SCOPES)
-        return LayerRows(mean, variance, nothing)
+        return LayerRows(mean, variance, nothing, 0)
 
     def _wanted(self, layer: int, lane: Lane, step: int) -> tuple[Floats, Floats]:
         """For each source [G] and slot [S]: chance that a token picks it, share of such tokens."""
@@ -371,15 +395,6 @@ def _kept(wanting: Ints, chance: Floats, room: int) -> tuple[Floats, Floats]:
     ]
     moments = np.array(kept)[slot_of.ravel()]
     return moments[:, 0], moments[:, 1]
-
-
-def _by_rank(picks: Picks, kind: str) -> tuple[Floats, Floats]:
-    """(mean [G], covariance [G, G]) of the rows of a token to each rank."""
-    if kind == "copies":
-        return picks.copies
-    num_ranks = len(picks.node_of)
-    missed, covariance = picks.misses
-    return 1 - missed[:num_ranks], covariance[:num_ranks, :num_ranks]
 
 
 def _simplest(law: Law) -> Law:

@@ -9,6 +9,7 @@ Legend: G lane positions, N nodes, n counts of rows asked for at once.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,8 @@ from comm.analytic.fanout import (
     GroupHits,
     NestedHits,
     WeightedCopies,
+    copies_covariance,
+    miss_probability,
 )
 from comm.analytic.law import GroupLimited
 from comm.analytic.serving import Unlawful
@@ -83,6 +86,34 @@ def uniform_rows(kind: str, rows: Rows, sizes: Ints, node_of: Ints, top_k: int) 
     if kind == "copies":
         return LawSet.from_list([_copies(view, top_k) for view in views], of)
     return LawSet.from_list([_hits(((0, view, 1),), top_k) for view in views], of)
+
+
+def uniform_by_rank(
+    kind: str, sizes: Ints, top_k: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """(mean [G], covariance [G, G]) of the rows of a token to each rank, under uniform routing."""
+    num_experts = int(sizes.sum())
+    values, size_of = np.unique(sizes, return_inverse=True)
+    of_pair = np.empty((len(values), len(values)))
+    if kind == "copies":
+        for i, size in enumerate(values.tolist()):
+            for j, other in enumerate(values.tolist()):
+                others = min(other, num_experts - size)  # a pair that is not there, if cut
+                of_pair[i, j] = copies_covariance(size, others, num_experts, top_k)
+        own = [Copies(size, num_experts, top_k) for size in values.tolist()]
+    else:
+        own = [Distinct.of([size], num_experts, top_k) for size in values.tolist()]
+        for i, size in enumerate(values.tolist()):
+            for j, other in enumerate(values.tolist()):
+                together = min(num_experts, size + other)
+                both = miss_probability(num_experts, top_k, together)
+                apart = miss_probability(num_experts, top_k, size)
+                apart *= miss_probability(num_experts, top_k, other)
+                of_pair[i, j] = float(both - apart)
+    kinds = size_of.ravel()
+    covariance = of_pair[np.ix_(kinds, kinds)]
+    np.fill_diagonal(covariance, np.array([law.variance for law in own])[kinds])
+    return np.array([law.mean for law in own])[kinds], covariance
 
 
 # A rank's part in a count: (experts of the rank, rows, ranks like this).
@@ -154,6 +185,11 @@ def group_limited_rows(
 
     share: [E, G] 1 where a rank serves an expert; raises Unlawful with the reason otherwise
     """
+    if law.group_score != "max":
+        raise Unlawful(
+            f"groups ranked by group_score={law.group_score} have no closed form: it depends on the"
+            " law of the scores"
+        )
     if kind == "copies":
         raise Unlawful("group-limited routing has a law for the blocks hit, none for copies")
     num_experts, groups = len(share), law.num_expert_groups
@@ -171,10 +207,6 @@ def group_limited_rows(
                 " node) owns exactly one expert group"
             )
         by_group = (whole @ row[counted]).astype(np.int64)
-        rows_of_hit = np.unique(by_group[by_group > 0]).tolist()
-        if len(rows_of_hit) > 1:
-            raise Unlawful("group-limited routing has no law where groups bring unequal rows")
-        size, limited = int((by_group > 0).sum()), law.num_limited_groups
-        shape = (num_experts, top_k, groups, limited)
-        laws.append(GroupHits(*rows_of_hit, size, *shape) if size else Constant(0))
+        values = tuple(sorted(Counter(by_group.tolist()).items()))
+        laws.append(GroupHits(values, num_experts, top_k, law.num_limited_groups))
     return LawSet.from_list(laws)

@@ -32,6 +32,7 @@ class RunShape:
     expert_values: parameters of one routed expert (3 W I)
     expert_bytes: bytes of one expert's weights in the compute dtype
     shared_values: parameters of one layer that every rank holds
+    rebalances: experts are placed anew after warm-up, even if none has to move
     moves: [n, 4] (layer, expert, source rank, destination rank) of experts moved by a rebalance
     """
 
@@ -58,6 +59,7 @@ class RunShape:
     expert_values: int = 0
     expert_bytes: int = 0
     shared_values: int = 0
+    rebalances: bool = False
     moves: IntArray = field(default_factory=lambda: np.zeros((0, 4), np.int64))
 
     @property
@@ -112,7 +114,7 @@ class RunShape:
             "combine": True,
             "tp_gather": self.expert_tp > 1 and self.expert_tp_mode == "gather",
             "tp_reduce": self.expert_tp > 1,
-            "rebalance": len(self.moves) > 0,
+            "rebalance": self.rebalances or len(self.moves) > 0,
             "grad_sync": self.training,
         }
         return tuple(phase for phase, there in present.items() if there)

@@ -46,6 +46,11 @@ class Layer:
         held = self.expert[self.expert >= 0]
         return len(np.unique(held)) < len(held)
 
+    def sizes(self, slot_share: NDArray[np.float64]) -> NDArray[np.int64]:
+        """[G] experts of each position, where each has one slot: shares [S] are 0 or 1."""
+        sizes = np.bincount(self.position, slot_share, self.num_positions)
+        return np.rint(sizes).astype(np.int64)
+
     def rank_share(self, slot_share: NDArray[np.float64]) -> NDArray[np.float64]:
         """[E, G] shares of the lane positions, from those of the slots [S]."""
         share = np.zeros((self.num_experts, self.num_positions))

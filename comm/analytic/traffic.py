@@ -11,7 +11,7 @@ Rows that are the same rows form a *flow*: dispatch and combine, forward and bac
 Inside a flow bytes are rows times a constant, so standard deviations add over its phases, kinds and
 directions. Between flows (rows of shards, choices beyond a capacity) they are added too: an upper
 bound, whatever the correlation. Tokens, layers and steps are independent: their variances add.
-Tiers of one token are correlated; a scope that joins two of them ("remote") is one law, never a sum.
+Tiers of one token are correlated; a scope that joins two of them ("remote") is one law, not a sum.
 
 Legend: L layers, D directions, P phases, R ranks.
 """
@@ -19,7 +19,7 @@ Legend: L layers, D directions, P phases, R ranks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import sqrt
@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from comm.analytic.choices import capacity
 from comm.analytic.law import Law, NoLaw
 from comm.analytic.paths import TWO_HOPS, Paths, shard_mates, slots_on_rank
-from comm.analytic.patterns import SCOPES, dispatched, gathered, scope_sums
+from comm.analytic.patterns import SCOPES, Lane, Pattern, dispatched, gathered, scope_sums
 from comm.analytic.populations import Destinations, LayerRows, Tokens
 from comm.analytic.row_laws import Population, RowLaw
 from comm.analytic.rows import KINDS, PAYLOAD_KINDS, ROW_PHASES, counts_bytes, row_bytes
@@ -56,8 +56,9 @@ class Flow:
     bytes_per_row: [D, P, kind] int64; negative where a row takes the place of padding
     populations: [L][scope] independent tokens and their laws; None where no tail can be computed
         from them: too many rows for it to matter, correlated tokens, or a law without distribution
+    apart: [L] rows by which one of the independent parts of a sum may differ from its mean
     destinations: [L] mean and covariance of the rows by destination, forward dispatch; None: no law
-    bounded: the variance is an upper bound, so that no test can be built on it
+    bounded: the variance is only bounded, so that no test can be built on it
     """
 
     name: str
@@ -65,8 +66,14 @@ class Flow:
     rows_var: NDArray[np.float64]
     bytes_per_row: NDArray[np.int64]
     populations: tuple[tuple[Population | None, ...], ...]
+    apart: tuple[float, ...]
     destinations: tuple[Destinations | None, ...]
     bounded: bool = False
+
+    def phases(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Those of the named phases [P] that move these rows."""
+        moves = self.bytes_per_row.any(axis=(0, 2))
+        return tuple(name for name, there in zip(names, moves, strict=True) if there)
 
 
 @dataclass(frozen=True)
@@ -111,6 +118,11 @@ class ExpectedTraffic:
             mean += float(flow.rows_mean[chosen, s].sum()) * per_row
             std += abs(per_row) * sqrt(flow.rows_var[chosen, s].sum())
         return Estimate(mean, std)
+
+    def fixed(self, scope: str, layers: Sequence[int], phases: Sequence[str]) -> int:
+        """Bytes that do not vary, all kinds and directions."""
+        s, chosen = self.scopes.index(scope), self._positions("phases", phases)
+        return sum(int(self.fixed_bytes[layer][:, chosen, :, s].sum()) for layer in layers)
 
     def population(
         self, flow: Flow, scope: str, layers: Sequence[int] | None = None
@@ -164,28 +176,25 @@ def merged(entries: Iterable[tuple[int, RowLaw]]) -> Population:
 
 def _flows(run: RunShape, paths: Paths, tokens: Tokens) -> Iterable[Flow]:
     """The flows of a run; which (direction, phase) move each is decided here."""
-    # Rows by destination can be tested where every row goes straight to where it is computed.
-    direct = run.dispatcher not in TWO_HOPS and run.shifts == 1
-    both = ("dispatch", "combine")
-    if run.dispatcher == "padded":
-        layers = tokens.kept(partial(dispatched, run, paths, shifts=run.shifts))
-        yield _instead_of_padding(_flow(run, "rows with a token", both, layers))
-    elif run.shifts == 1:
-        yield _flow(
-            run, "rows", both, tokens.rows(partial(dispatched, run, paths, shifts=1), direct)
-        )
+    moved: list[tuple[str, tuple[str, ...], Callable[[Lane], Pattern], bool]] = []
+    if run.shifts == 1:
+        # Rows by destination can be tested where each goes straight to where it is computed.
+        straight = run.dispatcher not in TWO_HOPS
+        to_own = partial(dispatched, run, paths, shifts=1)
+        moved.append(("rows", ("dispatch", "combine"), to_own, straight))
     else:
         for phase, shifts in (("dispatch", run.shifts), ("combine", 1)):
-            layers = tokens.rows(partial(dispatched, run, paths, shifts=shifts), False)
-            yield _flow(run, f"rows of {phase}", (phase,), layers)
+            to_lanes = partial(dispatched, run, paths, shifts=shifts)
+            moved.append((f"rows of {phase}", (phase,), to_lanes, False))
     if run.expert_tp > 1:
         shards = ("tp_gather", "tp_reduce")
-        pattern_of = partial(gathered, run, paths)
+        moved.append(("rows of shards", shards, partial(gathered, run, paths), False))
+    for name, phases, pattern_of, by_rank in moved:
         if run.dispatcher == "padded":
-            flow = _flow(run, "rows of shards", shards, tokens.kept(pattern_of))
-            yield replace(flow, bounded=True)
+            flow = replace(_flow(run, name, phases, tokens.kept(pattern_of)), bounded=True)
+            yield flow if phases[0] == "tp_gather" else _instead_of_padding(flow)
         else:
-            yield _flow(run, "rows of shards", shards, tokens.rows(pattern_of, False))
+            yield _flow(run, name, phases, tokens.rows(pattern_of, by_rank))
 
 
 def _flow(run: RunShape, name: str, phases: Sequence[str], layers: Sequence[LayerRows]) -> Flow:
@@ -195,6 +204,7 @@ def _flow(run: RunShape, name: str, phases: Sequence[str], layers: Sequence[Laye
         np.array([layer.variance for layer in layers]),
         _bytes_per_row(run, phases),
         tuple(layer.populations for layer in layers),
+        tuple(layer.apart for layer in layers),
         tuple(layer.destinations for layer in layers),
     )
 
@@ -204,7 +214,7 @@ def _instead_of_padding(flow: Flow) -> Flow:
     payload = [KINDS.index(kind) for kind in PAYLOAD_KINDS]
     bytes_per_row = flow.bytes_per_row.copy()
     bytes_per_row[..., KINDS.index("padding")] = -bytes_per_row[..., payload].sum(axis=-1)
-    return replace(flow, bytes_per_row=bytes_per_row, bounded=True)
+    return replace(flow, bytes_per_row=bytes_per_row)
 
 
 def _bytes_per_row(run: RunShape, phases: Sequence[str]) -> NDArray[np.int64]:
@@ -258,7 +268,8 @@ def _fixed_bytes(run: RunShape, paths: Paths) -> NDArray[np.int64]:
                 cells = times * scope_sums(paths, allowed * np.array(size, np.int64))
                 fixed[layer, 0, present.index(phase), counts] = cells
         if run.dispatcher == "padded":
-            room = run.num_steps * capacity(run).sum(axis=0)
-            rows = scope_sums(paths, np.where(own_lane, room[:, None] * slots, 0))
-            fixed[layer, :, :, padding] += payload[..., None] * rows
+            room = run.num_steps * capacity(run).sum(axis=0)[:, None] * slots  # [src, dst]
+            for p, allowed in enumerate((asked, own_lane)):  # dispatch, combine
+                rows = scope_sums(paths, np.where(allowed, room, 0))
+                fixed[layer, :, p, padding] = payload[:, p, None] * rows
     return fixed

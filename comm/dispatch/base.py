@@ -182,8 +182,11 @@ class Dispatcher(ABC, Generic[Handle]):
         if torch.is_grad_enabled() and (hidden.requires_grad or topk_weights.requires_grad):
             from comm.dispatch.autograd import dispatch_with_grad
 
-            return Pending(lambda: dispatch_with_grad(self, hidden, slots, topk_weights))
-        return self.timed("dispatch", lambda: self._start_dispatch(hidden, slots, topk_weights))
+            return Pending(
+                lambda: self._settled(dispatch_with_grad(self, hidden, slots, topk_weights))
+            )
+        pending = self.timed("dispatch", lambda: self._start_dispatch(hidden, slots, topk_weights))
+        return Pending(lambda: self._settled(pending.wait()))
 
     def combine(self, expert_output: Tensor, handle: Handle) -> Tensor:
         """Bring the experts' rows [M, W] back: [T, W], zeros for a token without experts."""
@@ -206,6 +209,11 @@ class Dispatcher(ABC, Generic[Handle]):
     ) -> Callable[[], DispatchResult[Handle]]:
         """As `dispatch`, with physical slots [T, K]; slot S is none. Puts the rows in flight and
         returns what finishes the phase."""
+
+    def _settled(self, result: DispatchResult[Handle]) -> DispatchResult[Handle]:
+        """The result as it leaves `dispatch`: what changes here changes between the two nodes of
+        the graph, so that autograd follows it by itself."""
+        return result
 
     @abstractmethod
     def _start_combine(self, expert_output: Tensor, handle: Handle) -> Callable[[], Combined]:

@@ -27,8 +27,7 @@ from comm.barrier import refusal
 from comm.dispatch.base import Combined, Dispatcher, DispatchResult, DispatchSetup
 from comm.dispatch.shared_round import SharedRound
 from comm.meter import Position
-from comm.transport import HEADER_FIELDS, check_headers
-from comm.wire import CastFormat, WireFormat, view_as
+from comm.wire import CastFormat, WireFormat, pack, view_as
 
 
 def one_sided(setup: DispatchSetup) -> Dispatcher:
@@ -40,7 +39,9 @@ def one_sided(setup: DispatchSetup) -> Dispatcher:
         raise ValueError(f"dispatcher=one_sided: {reason}; use another dispatcher")
     device = setup.transport.world.device.type
     if device != "cpu":
-        raise ValueError(f"dispatcher=one_sided shares memory of the host: use device=cpu, not {device}")
+        raise ValueError(
+            f"dispatcher=one_sided shares memory of the host: use device=cpu, not {device}"
+        )
     if not setup.options.deduplicate:
         return OneSided(setup)
     from comm.dispatch.one_sided_dedup import OneSidedDedup
@@ -81,13 +82,15 @@ class OneSided(Dispatcher[OneSidedHandle]):
         copies_of = rows_per_slot.numpy()
         token = permute.token_of(choice, setup.top_k).to(torch.int32)
         ids = round_.lay_out_list(token)
-        round_.lay_out_values(hidden, self._by_rank(copies_of), ids)
-        round_.tell(self._announcement(round_.header, copies_of))
+        round_.lay_out(setup.wire_dispatch, hidden, self._by_rank(copies_of), ids)
+        bounds = setup.placement.first_slot
+        round_.announce(copies_of.cumsum() - copies_of, copies_of, bounds)
         round_.publish()
+        first_slot = int(bounds[setup.rank])
 
         def finish() -> DispatchResult[OneSidedHandle]:
             round_.meet()
-            starts, counts = self._announced(round_)
+            starts, counts = round_.hear_announced(first_slot, setup.num_local_slots)
             at, source = expert_major(starts, counts)
             index = torch.from_numpy(round_.listed(at, source) + source * round_.stride)
             rows = round_.take(index)
@@ -99,36 +102,14 @@ class OneSided(Dispatcher[OneSidedHandle]):
 
         return finish
 
-    def _announcement(self, header: np.ndarray, copies_of: np.ndarray) -> list[np.ndarray]:
-        """For each rank: the header, then a word for each of its slots, of two halves: where the
-        slot's copies begin in the list of all copies, and how many they are."""
-        assert copies_of.sum() < 1 << 31, "token numbers in a list are 32 bits wide"
-        halves = np.stack([copies_of.cumsum() - copies_of, copies_of], axis=1)
-        words = halves.astype(np.int32).view(np.int64).ravel()
-        of_rank = np.split(words, self.setup.placement.first_slot[1:-1])
-        return [np.concatenate([header, part]) for part in of_rank]
-
-    def _announced(self, round_: SharedRound) -> tuple[np.ndarray, np.ndarray]:
-        """`starts` and `counts` of the handle. Raises SplitMismatch."""
-        setup, group = self.setup, self.setup.transport.group
-        words = len(HEADER_FIELDS)
-        first = words * setup.rank + int(setup.placement.first_slot[setup.rank])
-        length = words + setup.num_local_slots
-        heard = np.stack(round_.hear([first] * group.size, [length] * group.size))
-        rank = group.ranks[group.rank]
-        check_headers(round_.position, group.ranks, rank, heard[:, :words], round_.header)
-        halves = np.ascontiguousarray(heard[:, words:]).view(np.int32)
-        halves = halves.reshape(group.size, -1, 2).astype(np.int64)
-        return halves[..., 0], halves[..., 1]
-
     def _start_combine(
         self, expert_output: Tensor, handle: OneSidedHandle
     ) -> Callable[[], Combined]:
         setup, wire = self.setup, self.setup.wire_combine
         keep_answers = expert_output.requires_grad or handle.weights.requires_grad
         round_ = self._round("combine", "forward", wire)
-        round_.lay_out_values(expert_output, handle.counts.sum(1))
-        round_.tell(list(begins(handle.counts)))
+        round_.lay_out(wire, expert_output, handle.counts.sum(1))
+        round_.tell(begins(handle.counts).ravel(), np.full(setup.world_size, setup.num_local_slots))
         round_.publish()
 
         def finish() -> Combined:
@@ -147,7 +128,7 @@ class OneSided(Dispatcher[OneSidedHandle]):
         """Row numbers in the table of the answers to this rank's copies: int64 [N]."""
         setup, placement = self.setup, self.setup.placement
         slots = placement.slots_per_rank
-        begin = np.concatenate(round_.hear((slots * setup.rank).tolist(), slots.tolist()))
+        begin = np.concatenate(round_.hear(slots * setup.rank, slots))
         copies_of = handle.copies_of
         begin = begin + placement.slot_rank * round_.stride - (copies_of.cumsum() - copies_of)
         return torch.from_numpy(np.arange(copies_of.sum()) + begin.repeat(copies_of))
@@ -167,7 +148,7 @@ class OneSided(Dispatcher[OneSidedHandle]):
         """Gradients [N, W] in the order of `choice` to those of the expert-major rows [M, W]."""
         setup, wire = self.setup, self.setup.gradients
         round_ = self._round("combine", "backward", wire)
-        round_.lay_out_values(rows, self._by_rank(handle.copies_of))
+        round_.lay_out(wire, rows, self._by_rank(handle.copies_of))
         round_.publish()
         round_.meet()
         at, source = expert_major(handle.starts, handle.counts)
@@ -181,12 +162,13 @@ class OneSided(Dispatcher[OneSidedHandle]):
         round_ = self._round("dispatch", "backward", wire)
         by_source = permute.inverse(permute.regroup_by_expert(handle.counts))
         # A rank's slots follow one another, and so do a source's copies for them.
-        starts = handle.starts[:, 0] if handle.starts.shape[1] else np.zeros(setup.world_size)
+        starts = handle.starts[:, 0] if handle.starts.shape[1] else np.zeros(setup.world_size, int)
         order = by_source.split(handle.counts.sum(1).tolist())
-        round_.hand_back(wire.encode(grad), starts.astype(np.int64).tolist(), order)
+        parts = wire.encode(grad)
+        round_.hand_back(pack(parts), parts, starts.tolist(), order)
         round_.publish()
         round_.meet()
-        rows = round_.take_own(len(handle.choice), self._by_rank(handle.copies_of))
+        rows = round_.take_own(self._by_rank(handle.copies_of))
         rows = wire.decode(rows, setup.width, setup.dtype)
         return self._sum(rows, handle, weighted=False), grad_weights
 
@@ -212,7 +194,7 @@ class OneSided(Dispatcher[OneSidedHandle]):
         width = self.setup.width
         row_bytes = wire.hidden_bytes(width) + wire.scale_bytes(width)
         position = Position(self.setup.layer, phase, direction)
-        return SharedRound(self.setup.transport, position, wire, row_bytes)
+        return SharedRound(self.setup.transport, position, row_bytes, wire.code)
 
     def _by_rank(self, of_slot: np.ndarray) -> np.ndarray:
         """Sum over each rank's slots: int64 [S] -> [R]."""

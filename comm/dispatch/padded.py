@@ -25,7 +25,7 @@ from torch import Tensor
 
 from comm import permute
 from comm.dispatch.all_to_all import AllToAll, AllToAllHandle
-from comm.dispatch.base import DispatchResult, DispatchSetup, Pending
+from comm.dispatch.base import DispatchResult, DispatchSetup
 from comm.wire import WireFormat, pack
 
 
@@ -59,26 +59,13 @@ class Padded(AllToAll):
         super().__init__(setup)
         check_capacity_factor(setup.options.capacity_factor)
 
-    def dispatch_async(
-        self,
-        hidden: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        slots: Tensor | None = None,
-    ) -> Pending[DispatchResult[AllToAllHandle]]:
-        pending = super().dispatch_async(hidden, topk_ids, topk_weights, slots)
+    def _settled(self, result: DispatchResult[AllToAllHandle]) -> DispatchResult[AllToAllHandle]:
+        handle = result.handle
+        assert isinstance(handle, PaddedHandle)
         if not self.setup.options.renormalize:
-            return pending
-
-        def wait() -> DispatchResult[AllToAllHandle]:
-            result = pending.wait()
-            handle = result.handle
-            assert isinstance(handle, PaddedHandle)
-            # Between the two nodes of the graph, so that autograd follows the scaling by itself.
-            weights = renormalised(handle.weights, handle.wanted, handle.kept)
-            return replace(result, handle=replace(handle, weights=weights))
-
-        return Pending(wait)
+            return result
+        weights = renormalised(handle.weights, handle.wanted, handle.kept)
+        return replace(result, handle=replace(handle, weights=weights))
 
     def _start_dispatch(
         self, hidden: Tensor, slots: Tensor, topk_weights: Tensor
@@ -121,6 +108,7 @@ class Padded(AllToAll):
                 wire.decode(expert_rows, setup.width, setup.dtype),
                 torch.from_numpy(rows_from.sum(0)),
                 handle,
+                num_dropped=int((handle.wanted & ~handle.kept).sum()),
             )
 
         return finish

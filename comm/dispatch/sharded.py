@@ -122,6 +122,12 @@ class Sharded(Dispatcher[ShardedHandle]):
 
         return finish
 
+    def _settled(self, result: DispatchResult[ShardedHandle]) -> DispatchResult[ShardedHandle]:
+        """As the lane's strategy settles it."""
+        handle = result.handle
+        settled = self.inner._settled(replace(result, handle=self._lane_handle(handle)))
+        return replace(result, handle=replace(handle, weights=settled.handle.weights))
+
     def _dispatched(self, results: list[DispatchResult]) -> tuple[np.ndarray, Tensor]:
         """As `_gathered`, of the lanes' rows that came by n dispatches."""
         # What I received at shift s was sent s lanes before mine.

@@ -44,8 +44,8 @@ def manifest(record: Record, width: int) -> list[Line]:
         f" {format_count(shape['num_moe_layers'], 'MoE layer')},"
         f" {shape['num_experts']} experts, top-{shape['top_k']},"
         f" hidden {shape['hidden_size']}{latent}",
-        "ranks": f"EP {_ranks(about)}; experts placed {about['placement']}{_groups(about)}",
-        "traffic": f"dispatcher {about['dispatcher']}, router {about['router']},"
+        "ranks": f"{_ranks(about)}{_groups(about)}; experts placed {about['placement']}",
+        "traffic": f"dispatcher {_dispatcher(about)}, router {about['router']},"
         f" {_tokens(about['tokens_per_rank'])},"
         f" {format_count(about['steps'], 'step')} after {about['warmup']} to warm up"
         + _mode(about["config"]),
@@ -150,7 +150,7 @@ def _reduced_width(record: Record) -> str:
 
 def _full_size(full: Mapping[str, Any]) -> str:
     network = full["forward_pass"]["network_bytes"]
-    formula = full["rounds"] * full["headline_bytes"]
+    formula = there_and_back(full)
     ratio = f", {formula / network:.2f} times as much" if network else ""
     return (
         f"so routed, one token of {full['model']} puts"
@@ -160,12 +160,19 @@ def _full_size(full: Mapping[str, Any]) -> str:
     )
 
 
+def there_and_back(full: Mapping[str, Any]) -> int:
+    """What the formula says of a forward pass at full size: once for each way, in every layer."""
+    return 2 * full["num_moe_layers"] * full["headline_bytes"]
+
+
 def _ranks(about: Mapping[str, Any]) -> str:
     nodes = about["node_of_rank"]
     sizes = sorted({nodes.count(node) for node in set(nodes)})
     each = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+    grouped = about["config"]["ep_size"] not in (None, about["world_size"])
     return (
-        f"{about['world_size']} = {format_count(about['num_nodes'], 'node')} x {each}"
+        f"{'' if grouped else 'EP '}{about['world_size']}"
+        f" = {format_count(about['num_nodes'], 'node')} x {each}"
         f" rank{'s' if sizes[-1] != 1 else ''}"
     )
 
@@ -174,10 +181,19 @@ def _groups(about: Mapping[str, Any]) -> str:
     """Groups side by side and shared experts, where there are any."""
     config, ranks = about["config"], about["world_size"]
     size = config["ep_size"] or ranks
-    text = f"; {ranks // size} expert-parallel groups of {size}" if size < ranks else ""
+    text = f", in {ranks // size} groups of EP {size}" if size < ranks else ""
     if config["expert_tp"] > 1:
         text += f"; {config['expert_tp']} ranks share each expert ({config['expert_tp_mode']})"
     return text
+
+
+def _dispatcher(about: Mapping[str, Any]) -> str:
+    """Its name, and the option that decides how many rows it sends, where it has one."""
+    name, options = about["dispatcher"], about["config"]["dispatcher"]
+    if name == "padded":
+        kept = ", weights renormalised" if options["renormalize"] else ""
+        return f"padded (capacity factor {options['capacity_factor']:g}{kept})"
+    return f"{name} (deduplicated)" if options["deduplicate"] else name
 
 
 def _mode(config: Mapping[str, Any]) -> str:

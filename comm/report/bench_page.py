@@ -56,9 +56,17 @@ def case_record(
 
 
 def bench_record(
-    manifest: Mapping[str, Any], cases: Sequence[Mapping[str, Any]], metered: str, unmetered: str
+    manifest: Mapping[str, Any],
+    cases: Sequence[Mapping[str, Any]],
+    metered: str,
+    unmetered: str,
+    chunked: tuple[int, str] = (1, ""),
 ) -> dict[str, Any]:
-    """All cases, and over them the geometric mean of every dispatcher and the cost of metering."""
+    """All cases, and over them the geometric mean of every dispatcher, the cost of metering and
+    that of chunks.
+
+    metered, unmetered: names of the contenders; chunked: a number of chunks and a name
+    """
     names = [method["name"] for method in cases[0]["methods"]]
     seconds = np.array([case["seconds"] for case in cases])  # [case, contender, iteration]
     overall = {
@@ -74,6 +82,22 @@ def bench_record(
         "cases": list(cases),
         "geometric_mean": overall,
         "metering": _metering(cases, seconds, names, metered, unmetered),
+        "chunks": _chunks(seconds, names, metered, *chunked),
+    }
+
+
+def _chunks(
+    seconds: np.ndarray, names: Sequence[str], whole: str, chunks: int, chunked: str
+) -> dict[str, Any] | None:
+    """What it costs to send the same tokens in parts, with nothing to hide them behind."""
+    if chunks < 2:
+        return None
+    parts, one = seconds[:, names.index(chunked)], seconds[:, names.index(whole)]
+    return {
+        "dispatcher": whole,
+        "chunks": chunks,
+        "over_whole": asdict(paired_ratio(parts, one)),
+        "seconds_per_chunk": float(np.median((parts - one) / (chunks - 1))),
     }
 
 
@@ -111,6 +135,7 @@ def bench_page(record: Mapping[str, Any], width: int) -> list[Line]:
         *title("GEOMETRIC MEAN", f"over {format_count(len(cases), 'case')}", width),
         *(_mean_line(name, ratios) for name, ratios in record["geometric_mean"].items()),
         *paragraph(_metering_words(record["metering"]), width),
+        *paragraph(_chunk_words(record["chunks"]), width),
         *labelled_facts(NOTES, width),
         line(),
         *labelled("RESULTS", record["result_dir"], width, LABEL, "bold"),
@@ -175,4 +200,16 @@ def _metering_words(metering: Mapping[str, Any] | None) -> str:
     return (
         f"Cost of metering {metering['dispatcher']}: {cost:+.1f} % [{low:+.1f}, {high:+.1f}] over"
         f" {format_count(metering['cases'], 'case')} of at least 8 MiB a rank"
+    )
+
+
+def _chunk_words(chunks: Mapping[str, Any] | None) -> str:
+    if chunks is None:
+        return "Cost of chunks: not measured"
+    ratio = chunks["over_whole"]
+    more = format_seconds(abs(chunks["seconds_per_chunk"]))
+    sign = "-" if chunks["seconds_per_chunk"] < 0 else ""
+    return (
+        f"Cost of {chunks['chunks']} chunks of {chunks['dispatcher']}, with no experts to hide"
+        f" behind: {_interval(ratio)} times the whole, {sign}{more} for each further chunk"
     )

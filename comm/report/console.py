@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, TextIO
 
-from comm.report import answer, figures
+from comm.report import answer, figures, notes
 from comm.report.conventions_page import conventions
 from comm.report.layer_table import layer_table
 from comm.report.layout import Line, plain_text, title
@@ -30,15 +30,25 @@ def page(record: Mapping[str, Any], width: int = WIDTH) -> list[Line]:
     return [
         *answer.manifest(record, width),
         *answer.answer(record, width),
-        *title("BY LAYER", "forward; sums over ranks and steps", width),
+        *title("BY LAYER", f"{_directions(record)}; sums over ranks and steps", width),
         *layer_table(record, width),
-        *figures.table_notes(record, width),
+        *notes.table_notes(record, width),
         *figures.headline(record, width),
         *figures.full_scale(record, width),
-        *conventions(record["conventions"], record["manifest"]["wire"]["dispatch"], width),
+        *_conventions(record, width),
         *figures.timing(record, width),
         *answer.results(record, width),
     ]
+
+
+def _conventions(record: Mapping[str, Any], width: int) -> list[Line]:
+    about = record["manifest"]
+    shared = "; between ranks with the same shard" if about["config"]["expert_tp"] > 1 else ""
+    return conventions(record["conventions"], about["wire"]["dispatch"], width, of=shared)
+
+
+def _directions(record: Mapping[str, Any]) -> str:
+    return "forward and backward" if record["totals"]["backward"] else "forward"
 
 
 def render(

@@ -15,12 +15,12 @@ PRINTED_BY_WIDTH = 36
 
 
 def conventions(
-    entries: Sequence[Mapping[str, Any]], wire: str, width: int, remark: str = REMARK
+    entries: Sequence[Mapping[str, Any]], wire: str, width: int, remark: str = REMARK, of: str = ""
 ) -> list[Line]:
     """The table of a run's conventions; nothing where there are none.
 
     entries: name, rows_per_token, num_bytes and printed_by of each
-    wire: format of the rows, for the legend
+    wire: format of the rows, for the legend; of: what else it says of them
     """
     if not entries:
         return []
@@ -34,5 +34,5 @@ def conventions(
     rows = [(*row[:3], row[3].ljust(words)) for row in rows]
     header = ("numerator", "rows a token", "a rank", "printed by".ljust(words))
     lines = title("CONVENTIONS", remark, width) + table(header, rows)
-    legend = f"payload of {wire} rows in one layer and step, one way, of the mean rank"
+    legend = f"payload of {wire} rows in one layer and step, one way, of the mean rank{of}"
     return lines + labelled("  a rank", legend, width, LABEL)

@@ -1,4 +1,4 @@
-"""The page's notes on its table, and the sections that follow: headline, full size, time."""
+"""The sections after the table: headline, full size, time."""
 
 from __future__ import annotations
 
@@ -6,16 +6,11 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from comm.report.answer import LABEL, Record, labelled_facts, truth
+from comm.report.answer import LABEL, Record, labelled_facts, there_and_back, truth
 from comm.report.layout import Line, labelled, paragraph, table, title
-from comm.report.table_rows import TIER_WORDS, folded_layers, shown_tiers
-from comm.report.units import format_bytes, format_count, format_seconds, format_significant
+from comm.report.table_rows import TIER_WORDS, phase_label, shown_tiers
+from comm.report.units import format_bytes, format_seconds, format_significant
 
-NOTES_ON_TIERS = {
-    ("self",): "one rank: nothing leaves it",
-    ("self", "scale_up"): "one node: nothing goes between nodes",
-    ("self", "scale_out"): "every rank is a node: nothing stays inside one",
-}
 FACTOR_NAMES = {"remote_share": "network share"}  # where the page's word is not the record's
 FACTOR_WORDS = {
     "remote_share": "choices of an expert on another rank",
@@ -26,38 +21,6 @@ FACTOR_WORDS = {
     "format": "bytes of a value, scales included, for the 2 B of BF16",
     "metadata": "all bytes for each byte of payload: ids, weights, counts",
 }
-
-
-def table_notes(record: Record, width: int) -> list[Line]:
-    """What the table by layer counts, what it leaves out, and what of it crossed the network."""
-    about, totals = record["manifest"], record["totals"]
-    tiers = shown_tiers(record)
-    network = totals["tiers"]["network"]
-    parts = " (inside node + between nodes)" if len(tiers) == 3 else ""
-    notes = {
-        "network": f"{format_bytes(network['measured_bytes'])}, all that leaves a rank{parts}:"
-        f" {format_bytes(totals['network_payload_bytes'])} payload (hidden, scales),"
-        f" {format_bytes(totals['network_metadata_bytes'])} metadata (ids, weights, counts)",
-        "rows": "hidden states sent, those that stay on their rank (self) included; - is none",
-        "bytes": "by kind and by place are the same bytes; either sum is exact where diff. is 0",
-        "z": _legend_of_z(about["router"], network),
-    }
-    if note := NOTES_ON_TIERS.get(tuple(tiers)):
-        notes["place"] = note
-    if folded := folded_layers(record):
-        notes["folded"] = _folded(record, folded)
-    return labelled_facts(notes, width)
-
-
-def _legend_of_z(router: str, network: Mapping[str, Any]) -> str:
-    if network["expected_bytes"] is None:
-        return f"none: the {router} router follows no law"
-    note = (
-        "= is no spread, and equal"
-        if network["z"] is None
-        else "dispatch and combine of a layer move the same rows, so they share one z"
-    )
-    return f"network bytes, in standard deviations from the law of the {router} router; {note}"
 
 
 def headline(record: Record, width: int) -> list[Line]:
@@ -114,24 +77,20 @@ def full_scale(record: Record, width: int) -> list[Line]:
     rows = []
     for phase, figures in full["phases"].items():
         sent = figures["rows"]["scale_up"] + figures["rows"]["scale_out"]
+        formula = format_bytes(full["headline_bytes"]) if phase in full["wire"] else ""
         rows.append(
-            [
-                f"{phase}, a layer",
-                format_significant(sent),
-                *_sums(figures, parts),
-                format_bytes(full["headline_bytes"]),
-            ]
+            [f"{phase}, a layer", format_significant(sent), *_sums(figures, parts), formula]
         )
     rows.append(
         [
             f"pass, {full['rounds']} rounds",
             "",
             *_sums(full["forward_pass"], parts),
-            format_bytes(full["rounds"] * full["headline_bytes"]),
+            format_bytes(there_and_back(full)),
         ]
     )
     lines += table(header, rows, bold_last=True)
-    legend = f"top_k x {full['hidden_size']} x 2 B a round"
+    legend = f"top_k x {full['hidden_size']} x 2 B each way, dispatch and combine"
     if full["payload_width"] != full["hidden_size"]:
         legend += (
             f"; with the {full['payload_width']} values really sent"
@@ -157,17 +116,16 @@ def timing(record: Record, width: int) -> list[Line]:
         " collectives; emulated on this machine, not a forecast",
         width,
     )
-    names = ("algbw_GBps", "busbw_GBps", "wirebw_GBps")
     rows = [
         [
-            phase,
+            phase_label(*_place(name)),
             format_seconds(figures["seconds"]),
             *(
-                "-" if figures[name] is None else f"{format_bytes(figures[name] * 1e9)}/s"
-                for name in names
+                "-" if figures[rate] is None else f"{format_bytes(figures[rate] * 1e9)}/s"
+                for rate in ("algbw_GBps", "busbw_GBps", "wirebw_GBps")
             ),
         ]
-        for phase, figures in times.items()
+        for name, figures in times.items()
         if isinstance(figures, Mapping)
     ]
     rows += [
@@ -183,20 +141,47 @@ def timing(record: Record, width: int) -> list[Line]:
         width,
         LABEL,
     )
-    return lines + labelled("  balance", _balance(balance), width, LABEL)
+    notes = {"balance": _balance(balance)}
+    if record["placement"]:
+        notes["placement"] = _placed(record["placement"], record["manifest"]["placement"])
+    if chunks := _chunks(record["manifest"]["config"]):
+        notes["chunks"] = chunks
+    return lines + labelled_facts(notes, width)
 
 
-def _folded(record: Record, folded: Sequence[int]) -> str:
-    """Which layers share the folded rows, and the range of their z."""
-    figures = [entry["network"]["z"] for entry in record["layers"] if entry["layer"] in folded]
-    zs = [z for z in figures if z is not None]
-    spread = f", z from {min(zs):+.2f} to {max(zs):+.2f}" if zs else ""
-    kept = sorted(set(range(folded[0], folded[-1])) - set(folded))
-    without = f" (without {', '.join(map(str, kept))})" if kept else ""
-    return (
-        f"rows {folded[0]}-{folded[-1]} are sums over {format_count(len(folded), 'layer')}"
-        f"{without}{spread}; run.json has them one by one"
+def _place(name: str) -> tuple[str, str]:
+    """Direction and phase of an entry of `timing`."""
+    direction, _, phase = name.rpartition(" ")
+    return direction or "forward", phase
+
+
+def _chunks(config: Mapping[str, Any]) -> str:
+    """What the time of a phase is where its rows may travel beneath other work."""
+    if config["chunks"] == 1:
+        return ""
+    if config["mode"] == "training":
+        return "in training each is waited for before the next: nothing is hidden"
+    return "the time of a phase is what was waited for, without what the experts' work has hidden"
+
+
+def _placed(figures: Mapping[str, Any], name: str) -> str:
+    """What the placement did for the load, and what moved for it."""
+    before, after = figures["contiguous"], figures["placed"]
+    parts = [
+        f"busiest {what} {before[key]:.2f} -> {after[key]:.2f} x the mean in choices served"
+        for what, key in (
+            ("rank", "by_rank_max_over_mean"),
+            ("slot", "by_expert_max_over_mean"),
+        )
+        if before[key] is not None and after[key] is not None
+    ]
+    moved = (
+        f"{figures['moved_experts']:,} experts moved, {format_bytes(figures['moved_bytes'])} of"
+        " weights, once"
+        if figures["moved_experts"]
+        else "no expert moved"
     )
+    return "; ".join([f"contiguous -> {name}, worst layer of each", *parts, moved])
 
 
 def _balance(balance: Mapping[str, Any]) -> str:

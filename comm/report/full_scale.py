@@ -21,9 +21,12 @@ ASSUMPTIONS = (
     "counts messages are left out: fixed for a pair of ranks, they fade with tokens",
 )
 ON_PADDING = "a padded row counts as payload, empty or not"
-
-
-WIRE_OF = {"tp_gather": "dispatch", "tp_reduce": "combine"}  # phases that share a format
+WIRE_OF = {  # the format of each phase, by the name that it has in the configuration
+    "dispatch": "dispatch",
+    "tp_gather": "dispatch",
+    "tp_reduce": "combine",
+    "combine": "combine",
+}
 
 
 def full_scale(
@@ -37,7 +40,8 @@ def full_scale(
 
     rows_per_token: phase -> tier -> rows of one token in one layer, counted and averaged
     shape: the unscaled model (`latent_size`, `hidden_size`, `top_k`, `num_moe_layers`, `name`)
-    wire: phase -> wire format
+    wire: "dispatch" and "combine" -> wire format; others are left alone
+    deduplicate: of dispatcher=one_sided
     """
     width = shape["latent_size"] or shape["hidden_size"]
     num_layers = shape["num_moe_layers"]
@@ -47,7 +51,7 @@ def full_scale(
             row_bytes(
                 dispatcher,
                 phase,
-                wire[WIRE_OF.get(phase, phase)],
+                wire[WIRE_OF[phase]],
                 width,
                 shape["top_k"],
                 deduplicate=deduplicate,
@@ -71,7 +75,7 @@ def full_scale(
         "hidden_size": shape["hidden_size"],
         "num_moe_layers": num_layers,
         "rounds": len(phases) * num_layers,
-        "wire": dict(wire),
+        "wire": {way: wire[way] for way in ("dispatch", "combine")},
         "phases": phases,
         "layer": layer,
         "forward_pass": {field: value * num_layers for field, value in layer.items()},

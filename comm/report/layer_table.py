@@ -14,6 +14,7 @@ from typing import Any
 
 from comm.report.layout import Line, align, column_widths, line
 from comm.report.table_rows import (
+    INSTEAD,
     KIND_COLUMNS,
     OPTIONAL_KINDS,
     TIER_WORDS,
@@ -35,19 +36,22 @@ Unit = tuple[int, int]  # power of 1000, decimals
 
 @dataclass(frozen=True)
 class Column:
-    """One column: the group above it, a header of two lines, and its cell of a row and a unit."""
+    """One column: the group above it, a header of two lines, and its cell of a row and a unit.
+
+    kind: its name in KIND_COLUMNS, where it is one of them
+    """
 
     group: str
     header: tuple[str, str]
     cell: Callable[[Row, Unit], str]
+    kind: str = ""
 
 
 def layer_table(record: Mapping[str, Any], width: int) -> list[Line]:
     """The table in at most `width` columns."""
     body, totals = body_rows(record), total_rows(record)
-    every = _columns(record, [*body, *totals])
-    sent = [column for column in every if not _unsent(column, totals[-1])]
-    for columns, unit, (inner, outer) in itertools.product((every, sent), _units(record), GAPS):
+    choices = _choices(_columns(record, [*body, *totals]), totals)
+    for columns, unit, (inner, outer) in itertools.product(choices, _units(record), GAPS):
         grid = [[column.cell(row, unit) for column in columns] for row in (*body, *totals)]
         header = _header(columns, BYTE_UNITS[unit[0]])
         widths = column_widths([*header, *grid])
@@ -76,12 +80,24 @@ def _units(record: Mapping[str, Any]) -> list[Unit]:
     most, coarsest = max(layers.values()), len(BYTE_UNITS) - 1
     first = next((u for u in range(1, coarsest) if most < UNIT_LIMIT * 1000**u), coarsest)
     units = list(itertools.product(range(first, coarsest + 1), (2, 1, 0)))
-    return [(0, 0), *units] if record["totals"]["measured_bytes"] < UNIT_LIMIT else units
+    whole = sum(cell["measured_bytes"] for cell in record["totals"]["cells"])
+    return [(0, 0), *units] if whole < UNIT_LIMIT else units
 
 
-def _unsent(column: Column, total: Row) -> bool:
+def _choices(columns: Sequence[Column], totals: Sequence[Row]) -> list[list[Column]]:
+    """Columns to try, ever fewer: all, those of kinds that were sent, two of them as one."""
+    fine = [column for column in columns if column.kind not in INSTEAD]
+    sent = [column for column in fine if not _unsent(column, totals)]
+    parts = {kind for kinds in INSTEAD.values() for kind in kinds}
+    merged = [
+        column for column in columns if column.kind not in parts and not _unsent(column, totals)
+    ]
+    return [fine, sent, merged]
+
+
+def _unsent(column: Column, totals: Sequence[Row]) -> bool:
     """Whether it is the column of a kind of which nothing was sent."""
-    return column.group == BY_KIND and column.cell(total, (0, 0)) == "-"
+    return column.group == BY_KIND and all(column.cell(row, (0, 0)) == "-" for row in totals)
 
 
 def _columns(record: Mapping[str, Any], rows: Sequence[Row]) -> list[Column]:
@@ -95,7 +111,7 @@ def _columns(record: Mapping[str, Any], rows: Sequence[Row]) -> list[Column]:
     ]
     for name in KIND_COLUMNS:
         if name not in OPTIONAL_KINDS or any(row.kinds[name] for row in rows):
-            columns.append(Column(BY_KIND, _two_lines(name), _kind_cell(name)))
+            columns.append(Column(BY_KIND, _two_lines(name), _kind_cell(name), name))
     for tier, name in TIER_WORDS.items():
         if tier in shown_tiers(record):
             columns.append(Column("{unit}, by place", _two_lines(name), _tier_cell(tier)))

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from comm.report.tally import phases_in_order
+
 
 def bandwidths(pair_bytes: np.ndarray, seconds: float) -> dict[str, float | None]:
     """GB/s of one phase from its bytes [R, R] and the slowest rank's time; null without a time.
@@ -38,11 +40,10 @@ def timing(traffic: Any, seconds: Mapping[str, float]) -> dict[str, Any]:
     slowest = traffic.seconds.sum(axis=1).max(axis=0)  # [D, P]
     phases = {}
     for d, direction in enumerate(traffic.directions):
-        for p, phase in enumerate(traffic.phases):
-            name = phase if direction == "forward" else f"backward {phase}"
+        for p in phases_in_order(direction, traffic.phases):
+            name = traffic.phases[p] if direction == "forward" else f"backward {traffic.phases[p]}"
             spent = float(slowest[d, p])
-            if spent or (direction == "forward" and pair_bytes[d, p].any()):
-                phases[name] = {"seconds": spent, **bandwidths(pair_bytes[d, p], spent)}
+            phases[name] = {"seconds": spent, **bandwidths(pair_bytes[d, p], spent)}
     return {**phases, **{f"{part}_seconds": value for part, value in seconds.items()}}
 
 

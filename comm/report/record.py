@@ -164,12 +164,12 @@ def _full_scale(tally: Tally, manifest: Mapping[str, Any]) -> dict[str, Any] | N
     if not tokens:
         return None
     rows_per_token = {
-        phase: {
+        tally.traffic.phases[p]: {
             tier: int(rows) / tokens
             for tier, rows in tally.phase(tally.forward, layers, p)["rows"].items()
         }
-        for p, phase in enumerate(tally.traffic.phases)
-        if phase in MOE_PHASES
+        for p in tally.phases(tally.forward)
+        if tally.traffic.phases[p] in MOE_PHASES
     }
     return full_scale(
         rows_per_token,

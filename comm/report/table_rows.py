@@ -12,16 +12,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 KIND_COLUMNS = {
+    "payload": ("hidden", "scales"),
     "hidden": ("hidden",),
     "scales": ("scales",),
     "ids + weights": ("ids", "weights"),
     "counts": ("counts",),
     "padding": ("padding",),
-    "weights moved": ("expert_weights",),
-    "gradients": ("gradients",),
+    "beside": ("expert_weights", "gradients"),
 }
-OPTIONAL_KINDS = ("padding", "weights moved", "gradients")  # columns of runs that have them
-OUTSIDE = ("rebalance", "grad_sync")  # phases that are no part of the layers' own traffic
+OPTIONAL_KINDS = ("padding", "beside")  # columns of runs that have them
+INSTEAD = {"payload": ("hidden", "scales")}  # one column for two where a page is too narrow
+OUTSIDE = ("rebalance", "grad_sync")  # moved beside the tokens: shown, and in no sum of theirs
 TIER_WORDS = {"self": "self", "scale_up": "inside node", "scale_out": "between nodes"}
 MAX_LAYERS = 8  # more are folded
 EDGE_LAYERS = 2  # kept at each end of a fold
@@ -69,42 +70,34 @@ def body_rows(record: Mapping[str, Any]) -> list[Row]:
 
 
 def total_rows(record: Mapping[str, Any]) -> list[Row]:
-    """A row a phase and one for all."""
+    """A row a phase, one for all of them, and one for each phase that no sum includes."""
     totals = record["totals"]
-    rows = []
-    for i, phase in enumerate(totals["phases"]):
-        cells = [
-            c
-            for c in totals["cells"]
-            if (c["direction"], c["phase"]) == (phase["direction"], phase["phase"])
-        ]
-        rows.append(_row("total" if i == 0 else "", [{**phase, "cells": cells}]))
-    own = [cell for cell in totals["cells"] if cell["phase"] not in OUTSIDE]
-    kept = [
-        row
-        for row, phase in zip(rows, totals["phases"], strict=True)
-        if phase["phase"] not in OUTSIDE
+    phases = [
+        {
+            **phase,
+            "cells": [
+                cell
+                for cell in totals["cells"]
+                if (cell["direction"], cell["phase"]) == (phase["direction"], phase["phase"])
+            ],
+        }
+        for phase in totals["phases"]
     ]
-    forward_only = not totals["backward"]
-    whole = _row(
-        "",
-        [
-            {
-                **totals["phases"][0],
-                "cells": own,
-                "network": totals["tiers"]["network"] if forward_only else NO_LAW,
-            }
-        ],
+    moved = [phase for phase in phases if phase["phase"] not in OUTSIDE]
+    rows = [_row("total" if i == 0 else "", [phase]) for i, phase in enumerate(moved)]
+    network = totals["tiers"]["network"] if not totals["backward"] else NO_LAW
+    whole = replace(
+        _row("", [{**phase, "network": network} for phase in moved]),
+        phase="both" if len(moved) == 2 else "all",
+        z=format_z(network),
     )
-    return [
-        *rows,
-        replace(
-            whole,
-            phase="both" if len(kept) == 2 else "all",
-            rows=sum(row.rows for row in kept),
-            differing=_sum_known(row.differing for row in kept),
-        ),
-    ]
+    beside = [phase for phase in phases if phase["phase"] in OUTSIDE]
+    return [*rows, whole, *(_row("beside" if i == 0 else "", [p]) for i, p in enumerate(beside))]
+
+
+def phase_label(direction: str, phase: str) -> str:
+    """A phase as the page calls it; one that happens in one direction only needs no other word."""
+    return phase if direction == "forward" or phase in OUTSIDE else f"back {phase}"
 
 
 def shown_tiers(record: Mapping[str, Any]) -> list[str]:
@@ -132,10 +125,9 @@ def folded_layers(record: Mapping[str, Any]) -> list[int]:
 def _row(layer: str, entries: Sequence[Mapping[str, Any]]) -> Row:
     """Entries of `layers`, summed."""
     cells = [cell for entry in entries for cell in entry["cells"]]
-    backward = "back " if entries[0]["direction"] == "backward" else ""
     return Row(
         layer=layer,
-        phase=backward + entries[0]["phase"],
+        phase=phase_label(entries[0]["direction"], entries[0]["phase"]),
         rows=sum(sum(entry["rows"].values()) for entry in entries),
         kinds={name: _sum(cells, "kind", kinds) for name, kinds in KIND_COLUMNS.items()},
         tiers={tier: _sum(cells, "tier", (tier,)) for tier in TIER_WORDS},

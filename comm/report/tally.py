@@ -28,6 +28,15 @@ BACKWARD_ORDER = ("combine", "tp_reduce", "tp_gather", "dispatch", "grad_sync")
 MOE_PHASES = FORWARD_ORDER[1:]
 
 
+def phases_in_order(direction: str, phases: Sequence[str]) -> list[int]:
+    """Indices of the phases of a direction, in the order in which they happen.
+
+    One that happens in the other direction only (a rebalance, gradients) is left out.
+    """
+    order = FORWARD_ORDER if direction == "forward" else BACKWARD_ORDER
+    return [phases.index(phase) for phase in order if phase in phases]
+
+
 def by_tier(cells: np.ndarray, tiers: np.ndarray) -> np.ndarray:
     """Sum pairs into link tiers: [..., R, R] -> [..., 3]."""
     return np.stack([cells[..., tiers == tier].sum(axis=-1) for tier in LinkTier], axis=-1)
@@ -78,13 +87,8 @@ class Tally:
         return [d for d in every if d == self.forward or self.measured[:, d].any()]
 
     def phases(self, d: int) -> list[int]:
-        """Indices of the phases of a direction, in the order in which they happen.
-
-        One that happens in the other direction only (a rebalance, gradients) is left out.
-        """
-        names = self.traffic.phases
-        order = BACKWARD_ORDER if d != self.forward else FORWARD_ORDER
-        return [names.index(phase) for phase in order if phase in names]
+        """Indices of the phases of a direction, in the order in which they happen."""
+        return phases_in_order(self.traffic.directions[d], self.traffic.phases)
 
     def phase(self, d: int, layers: Sequence[int], p: int) -> dict[str, Any]:
         """Rows, network bytes and byte errors of one phase, summed over layers given by index."""

@@ -32,7 +32,7 @@ def bench(world: World, config: Config) -> int:
     from comm.report.console import WIDTH, print_lines
     from comm.report.progress import progress
     from comm.report.store import make_result_dir, write_whole
-    from moe.contest import UNMETERED, Case
+    from moe.contest import UNMETERED, Case, in_chunks
 
     options, started = config.bench, datetime.now(UTC)
     cases = [
@@ -46,7 +46,11 @@ def bench(world: World, config: Config) -> int:
         return 0
     first = options.dispatchers[0]
     measured = bench_record(
-        _manifest(world, config, started), records, first, f"{first}, {UNMETERED}"
+        _manifest(world, config, started),
+        records,
+        first,
+        f"{first}, {UNMETERED}",
+        (options.chunks, in_chunks(first, options.chunks)),
     )
     folder = make_result_dir(config.output_dir, config.model.name, "bench")
     record = {**measured, "result_dir": str(folder)}
@@ -68,6 +72,7 @@ def _run_case(case: Any, world: World, config: Config, advance: Any) -> dict[str
         config.model.num_experts,
         config.model.top_k,
         config.seed,
+        options.chunks,
     )
     seconds = compete(world, field, options.iterations, options.warmup, advance)
     sent = world.gather(np.stack([contender.sent_bytes for contender in field]))

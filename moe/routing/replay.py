@@ -11,20 +11,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from comm.analytic.law import NoLaw, Weighted
-from moe.philox import Purpose, words_per_item
+from comm.analytic.law import NoLaw
 from moe.routing.base import Choice, IntArray, RoutingContext, RoutingSource
-from moe.routing.weighted import inclusion, rounded, weighted_subsets
+from moe.routing.product import ProductSource
+from moe.routing.weighted import FloatArray, inclusion, rounded
 from moe.traces import CountTrace, RouterTrace, read_trace
 from moe.traces.rules import numbers
 
 FIT_TOLERANCE = 1e-9
 FIT_ROUNDS = 2000
 CERTAIN = 1 - 1e-6  # a chance of 1 would need an infinite weight
-
-FloatArray = NDArray[np.float64]
 
 
 class Replay(RoutingSource):
@@ -82,7 +79,7 @@ class Replay(RoutingSource):
         return f"the first {needed} of the trace's {there} tokens are replayed"
 
 
-class CountDriven(RoutingSource):
+class CountDriven(ProductSource):
     """Random choices in which each expert has the share that it has in recorded counts.
 
     Sets of K experts are as likely as the product of their weights, and the weights are those that
@@ -112,25 +109,11 @@ class CountDriven(RoutingSource):
             chances, found = target_chances(counts[layer], context.top_k)
             rows.append(rounded(fit_weights(chances, context.top_k)))
             notes += [f"layer {layer_numbers[layer]}: {note}" for note in found]
-        self.weights = np.stack(rows)
+        self._weights = np.stack(rows)
         self.notes = (*notes, *_layer_notes(context, layer_numbers))
 
-    def choose(self, step: int, layer: int, first_token: int, num_tokens: int) -> Choice:
-        words = words_per_item(
-            self.context.seed,
-            Purpose.TOPK_IDS,
-            layer,
-            step,
-            first_token,
-            num_tokens,
-            self.context.top_k,
-        )
-        return Choice(weighted_subsets(self.weights[layer % len(self.weights)], words))
-
-    @property
-    def law(self) -> Weighted:
-        layers = np.arange(self.context.num_layers) % len(self.weights)
-        return Weighted(self.weights, np.tile(layers, (self.context.num_steps, 1)))
+    def weights(self, step: int, layer: int) -> FloatArray:
+        return self._weights[layer % len(self._weights)]
 
 
 def target_chances(counts: IntArray, top_k: int) -> tuple[FloatArray, list[str]]:
