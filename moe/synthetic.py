@@ -1,16 +1,11 @@
-"""Synthetic routers: expert ids and input activations that need no model and no communication.
+"""Uniform expert ids and input activations that need no model and no communication.
 
 T tokens of a rank, E experts, K = top_k. A token is named by its global number, so the same token
-meets the same experts on 1 rank and on 224. A router here chooses the ids only; their weights stay
-the layer's own router scores (`Router.weights_for`), so the network remains real.
-
-Another router is another function of the same arguments and one more entry in ROUTERS.
+meets the same experts, and enters with the same values, on 1 rank and on 224. The sources that a
+run can choose its routing from are in `moe.routing`.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -76,23 +71,3 @@ def _scaled(words: np.ndarray, bound: int) -> np.ndarray:
     factor = np.uint64(bound)
     carry = ((words & low_half) * factor) >> shift
     return (((words >> shift) * factor + carry) >> shift).astype(np.int64)
-
-
-@dataclass(frozen=True)
-class RouterKind:
-    """How the ids of a run come about.
-
-    choose: function of (seed, step, layer, first_token, num_tokens, num_experts, top_k), or None
-        where the layer's own router chooses
-    law: name of the distribution that the ids follow, or None where no closed form is known (there
-        is no expected traffic to compare with then)
-    """
-
-    choose: Callable[[int, int, int, int, int, int, int], np.ndarray] | None
-    law: str | None
-
-
-ROUTERS: dict[str, RouterKind] = {
-    "uniform": RouterKind(choose=topk_ids, law="uniform"),
-    "learned": RouterKind(choose=None, law=None),
-}

@@ -4,9 +4,11 @@ A fault patches every rank alike, and keeps counts and rows consistent where ran
 that a run ends in a verdict or in an error, never in ranks that wait for one another. Its docstring
 says what is wrong.
 
-    faults.py           strategies: rows, weights, masked tokens
-    faults_counting.py  the meter, and rows of another width than it is told of
-    faults_below.py     the shared ground: placement, wire, permute
+    faults.py             what strategies share: rows, weights, masked tokens, who is chosen
+    faults_strategies.py  what one strategy has of its own: two hops, padding, shared memory
+    faults_runs.py        runs with more to them: replicas, groups, chunks, shards, training
+    faults_counting.py    the meter, and rows of another width than it is told of
+    faults_below.py       the shared ground: placement, wire, permute
 """
 
 from __future__ import annotations
@@ -18,15 +20,38 @@ import numpy as np
 import torch
 
 from comm import permute
+from comm.analytic.law import NoLaw
 from comm.dispatch.allgather import AllGather
 from comm.dispatch.base import Dispatcher
+from comm.dispatch.hierarchical_allgather import HierarchicalAllGather
 from comm.dispatch.rank_dedup import RankDedup
-from comm.transport import Transport
-from moe.synthetic import ROUTERS, RouterKind, topk_ids
+from comm.dispatch.two_hop import TwoHop
+from comm.transport import PendingRows, Transport
+from moe.routing.base import Choice
+from moe.routing.uniform import UniformSubsets
+from moe.settings import DispatcherConfig
+from moe.synthetic import topk_ids
 
-EVERY = ("all_to_all", "rank_dedup", "allgather")
-BY_RANK = ("rank_dedup", "allgather")
-CHOSEN = ("all_to_all", "rank_dedup")  # the strategies whose destinations depend on who owns what
+DISPATCHERS = {
+    "all_to_all": DispatcherConfig("all_to_all"),
+    "rank_dedup": DispatcherConfig("rank_dedup"),
+    "allgather": DispatcherConfig("allgather"),
+    "two_hop": DispatcherConfig("two_hop"),
+    "hierarchical_allgather": DispatcherConfig("hierarchical_allgather"),
+    "padded": DispatcherConfig("padded", capacity_factor=1.25),
+    "renormalized": DispatcherConfig("padded", capacity_factor=0.6, renormalize=True),
+    "one_sided": DispatcherConfig("one_sided"),
+    "deduplicated": DispatcherConfig("one_sided", deduplicate=True),
+}
+EVERY = tuple(name for name in DISPATCHERS if name != "renormalized")
+PER_COPY = ("all_to_all", "padded", "one_sided")
+BY_RANK = ("rank_dedup", "allgather", "two_hop", "hierarchical_allgather", "deduplicated")
+SENT = ("all_to_all", "rank_dedup", "allgather", "two_hop", "hierarchical_allgather", "padded")
+COMPACT = tuple(name for name in SENT if name != "padded")  # every row that is sent is filled
+SHARED = ("one_sided", "deduplicated")
+TO_ALL = ("allgather", "hierarchical_allgather")  # nothing is left to chance
+CHOSEN = tuple(name for name in EVERY if name not in TO_ALL)
+DRAWN = tuple(name for name in CHOSEN if name != "padded")  # as many bytes whatever is chosen
 
 
 @dataclass(frozen=True)
@@ -47,6 +72,7 @@ FAULTS: dict[str, Fault] = {}
 
 def fault(caught_by: str, **where):
     def enter(plant):
+        assert plant.__name__ not in FAULTS
         FAULTS[plant.__name__] = Fault(plant, caught_by, **where)
         return plant
 
@@ -64,10 +90,32 @@ def change_result(patch, owner, name, change):
     around(patch, owner, name, lambda original, *args, **kw: change(original(*args, **kw)))
 
 
+def change_destinations(patch, change):
+    """change(hit [R, T], strategy) takes the place of what each strategy sends where."""
+    for strategy in (RankDedup, AllGather, TwoHop, HierarchicalAllGather):
+        around(
+            patch,
+            strategy,
+            "_destinations",
+            lambda original, self, slots: change(original(self, slots), slots),
+        )
+
+
+@dataclass(frozen=True)
+class Late:
+    """Rows on their way that are altered when they are there."""
+
+    rows: PendingRows
+    change: Callable[[torch.Tensor], torch.Tensor]
+
+    def wait(self):
+        return self.change(self.rows.wait())
+
+
 # -- rows ------------------------------------------------------------------------------------------
 
 
-@fault("exact", on=("all_to_all",))
+@fault("exact", on=PER_COPY)
 def last_choice_dropped(patch):
     """the row of each rank's last expert is neither announced nor sent"""
 
@@ -84,18 +132,13 @@ def last_choice_dropped(patch):
 @fault("exact", on=BY_RANK)
 def last_pair_dropped(patch):
     """each rank's last (destination, token) pair is neither announced nor sent"""
-
-    def drop(hit):
-        return flipped(hit, hit.nonzero()[-1:])
-
-    for strategy in (RankDedup, AllGather):
-        change_result(patch, strategy, "_destinations", drop)
+    change_destinations(patch, lambda hit, _: flipped(hit, hit.nonzero()[-1:]))
 
 
-@fault("exact", on=("rank_dedup",))
+@fault("exact", on=("rank_dedup", "two_hop", "deduplicated"))
 def pair_without_expert_sent(patch):
-    """a token also goes to a rank that owns none of its experts"""
-    change_result(patch, RankDedup, "_destinations", lambda hit: flipped(hit, (~hit).nonzero()[:1]))
+    """a token also goes to a rank that owns none of its experts, or is not its proxy"""
+    change_destinations(patch, lambda hit, _: flipped(hit, (~hit).nonzero()[:1]))
 
 
 def flipped(hit, cells):
@@ -105,104 +148,113 @@ def flipped(hit, cells):
     return hit
 
 
-@fault("exact")
+@fault("exact", on=COMPACT)
 def row_sent_twice(patch):
     """the last row to the last rank that gets any goes out twice, the second answer is dropped"""
-    doubled = []  # the destination of the second copy, from announce to combine
+    doubled = {}  # road -> the destination of the second copy, from announce to combine
 
     def announce(original, self, position, counts, *rest):
         counts = [np.array(count) for count in counts]
-        doubled[:] = [rank for rank, count in enumerate(counts) if count.sum()][-1:]
-        for rank in doubled:
+        doubled[self] = [rank for rank, count in enumerate(counts) if count.sum()][-1:]
+        for rank in doubled[self]:
             counts[rank][counts[rank].nonzero()[0][-1]] += 1
         return original(self, position, counts, *rest)
 
-    def all_to_all(original, self, position, message, parts, out, back):
+    def start(original, self, position, message, parts, out, back, *rest):
         out, back = list(out), list(back)
-        for rank in doubled:
+        for rank in doubled[self]:
             if position.phase == "dispatch":
                 out[rank] += 1
                 message = torch.cat([message, message[-1:]])  # nobody after it gets a row
             else:
                 back[rank] += 1
-        returned = original(self, position, message, parts, out, back)
-        return returned[:-1] if doubled and position.phase == "combine" else returned
+        pending = original(self, position, message, parts, out, back, *rest)
+        if doubled[self] and position.phase == "combine":
+            return Late(pending, lambda rows: rows[:-1])
+        return pending
 
     around(patch, Transport, "announce", announce)
-    around(patch, Transport, "all_to_all", all_to_all)
+    around(patch, Transport, "start_all_to_all", start)
 
 
-@fault("conserved")
+@fault("conserved", on=SENT)
 def more_rows_taken_than_sent(patch):
     """a rank waits for one row more than its neighbour sends; gloo leaves stale memory there"""
 
-    def all_to_all(original, self, position, message, parts, out, back):
+    def start(original, self, position, message, parts, out, back, *rest):
         if position.phase == "combine":
-            return original(self, position, message, parts, out, back)
-        source = (self.world.rank + 1) % self.world.world_size
+            return original(self, position, message, parts, out, back, *rest)
+        source = (self.group.rank + 1) % self.group.size
         back = [n + (rank == source) for rank, n in enumerate(back)]
         stale = sum(back[: source + 1]) - 1
-        received = original(self, position, message, parts, out, back)
-        return torch.cat([received[:stale], received[stale + 1 :]])
+        pending = original(self, position, message, parts, out, back, *rest)
+        return Late(pending, lambda rows: torch.cat([rows[:stale], rows[stale + 1 :]]))
 
-    around(patch, Transport, "all_to_all", all_to_all)
+    around(patch, Transport, "start_all_to_all", start)
 
 
 def stale(phase, change):
     """A transport that alters what arrived in one phase; `before` is what the memory held."""
 
     def plant(patch):
-        def all_to_all(original, self, position, message, parts, out, back):
+        def start(original, self, position, message, parts, out, back, *rest):
             before = self.staging("received", sum(back), message.shape[1]).clone()
-            received = original(self, position, message, parts, out, back)
-            return change(received, before) if position.phase == phase else received
+            pending = original(self, position, message, parts, out, back, *rest)
+            if position.phase != phase:
+                return pending
+            return Late(pending, lambda rows: change(rows, before))
 
-        around(patch, Transport, "all_to_all", all_to_all)
+        around(patch, Transport, "start_all_to_all", start)
 
     return plant
 
 
 def last_row_stale(received, before):
-    received[-1:] = before[-1:]
+    filled = received.any(1).nonzero()[-1:, 0]
+    received[filled] = before[filled]
     return received
 
 
-@fault("correctness")
+@fault("correctness", on=SENT)
 def dispatched_row_stale(patch):
     """the last dispatched row is what the receive buffer held before"""
     stale("dispatch", last_row_stale)(patch)
 
 
-@fault("correctness")
+@fault("correctness", on=SENT)
 def combined_row_stale(patch):
     """the last combined row is what the receive buffer held before"""
     stale("combine", last_row_stale)(patch)
 
 
-@fault("correctness")
+@fault("correctness", on=SENT)
 def dispatched_rows_swapped(patch):
     """the first and the last dispatched row change places"""
     stale("dispatch", lambda rows, _: swapped(rows))(patch)
 
 
-@fault("correctness")
+@fault("correctness", on=SENT)
 def combined_rows_swapped(patch):
     """the first and the last combined row change places"""
     stale("combine", lambda rows, _: swapped(rows))(patch)
 
 
 def swapped(rows):
-    return torch.cat([rows[-1:], rows[1:-1], rows[:1]]) if len(rows) > 1 else rows
+    """Rows with the first and the last filled one in each other's place."""
+    filled = rows.any(1).nonzero()[:, 0]
+    rows = rows.clone()
+    rows[filled[:1]], rows[filled[-1:]] = rows[filled[-1:]], rows[filled[:1]].clone()
+    return rows
 
 
 # -- weights and masked tokens ---------------------------------------------------------------------
 
 
 def change_weights(patch, change):
-    def dispatch(original, self, hidden, ids, weights):
-        return original(self, hidden, ids, change(weights))
+    def dispatch(original, self, hidden, ids, weights, slots=None):
+        return original(self, hidden, ids, change(weights), slots)
 
-    around(patch, Dispatcher, "dispatch", dispatch)
+    around(patch, Dispatcher, "dispatch_async", dispatch)
 
 
 @fault("correctness")
@@ -217,13 +269,13 @@ def one_weight_doubled(patch):
     change_weights(patch, double_first)
 
 
-@fault("correctness")
+@fault("correctness", on=(*EVERY, "renormalized"))
 def all_weights_doubled(patch):
     """every router weight counts twice, which RMSNorm hides behind the combine"""
     change_weights(patch, lambda weights: 2 * weights)
 
 
-@fault("correctness")
+@fault("correctness", on=(*EVERY, "renormalized"))
 def weights_applied_twice(patch):
     """every router weight is squared: applied on both sides of the wire"""
     change_weights(patch, lambda weights: weights * weights)
@@ -235,17 +287,34 @@ def weights_of_another_token(patch):
     change_weights(patch, lambda weights: weights.roll(1, 0))
 
 
+def draw(patch, choose, law=None):
+    """The uniform router answers choose(draw of E experts, first token) -> ids [T, K], where `draw`
+    is a function of E; law: what it says it follows."""
+
+    def choice(self, step, layer, first_token, num_tokens):
+        run = self.context
+
+        def uniform(num_experts):
+            return topk_ids(run.seed, step, layer, first_token, num_tokens, num_experts, run.top_k)
+
+        return Choice(choose(uniform, first_token))
+
+    patch.setattr(UniformSubsets, "choose", choice)
+    if law is not None:
+        patch.setattr(UniformSubsets, "law", law)
+
+
 def mask_choices(patch):
     """Of every three tokens, the first chooses nothing and the second one expert fewer."""
 
-    def choose(seed, step, layer, first_token, num_tokens, num_experts, top_k):
-        ids = topk_ids(seed, step, layer, first_token, num_tokens, num_experts, top_k)
-        turn = (first_token + np.arange(num_tokens)) % 3
+    def choose(uniform, first_token):
+        ids = uniform(30)
+        turn = (first_token + np.arange(len(ids))) % 3
         ids[turn == 0] = -1
         ids[turn == 1, -1] = -1
         return ids
 
-    patch.setitem(ROUTERS, "uniform", RouterKind(choose, law=None))
+    draw(patch, choose, NoLaw("some choices are masked"))
 
 
 @fault("exact")
@@ -264,32 +333,22 @@ def masked_token_sent(patch):
     """a token that chose nothing goes to rank 0 all the same"""
     mask_choices(patch)
 
-    def destinations(original, self, slots):
-        hit = original(self, slots).clone()
+    def destinations(hit, slots):
+        hit = hit.clone()
         hit[0] |= ~hit.any(0)
         return hit
 
-    for strategy in (RankDedup, AllGather):
-        around(patch, strategy, "_destinations", destinations)
+    change_destinations(patch, destinations)
 
 
-@fault("expected", on=("rank_dedup",))
+@fault("expected", on=DRAWN)
 def half_of_the_experts_chosen(patch):
     """the uniform router draws from the first half of the experts only"""
-
-    def choose(seed, step, layer, first_token, num_tokens, num_experts, top_k):
-        return topk_ids(seed, step, layer, first_token, num_tokens, num_experts // 2, top_k)
-
-    patch.setitem(ROUTERS, "uniform", RouterKind(choose, law="uniform"))
+    draw(patch, lambda uniform, first_token: uniform(15))
 
 
-@fault("expected", on=CHOSEN)
+@fault("expected", on=DRAWN)
 def experts_chosen_close_to_home(patch):
     """the uniform router draws from the experts of the token's own rank only"""
     first_expert = {0: 0, 9: 8, 14: 23}  # by the first token of a rank; rank 2 has none
-
-    def choose(seed, step, layer, first_token, num_tokens, num_experts, top_k):
-        ids = topk_ids(seed, step, layer, first_token, num_tokens, 7, top_k)
-        return ids + first_expert[first_token]
-
-    patch.setitem(ROUTERS, "uniform", RouterKind(choose, law="uniform"))
+    draw(patch, lambda uniform, first_token: uniform(7) + first_expert[first_token])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from faults import BY_RANK, CHOSEN, around, change_result, fault
+from faults import BY_RANK, CHOSEN, EVERY, PER_COPY, SENT, around, change_result, fault
 
 from comm import permute, placement, wire
 from comm.placement import ExpertPlacement
 from comm.wire import WIRE_FORMATS, CastFormat, Fp8Block, MxFp8
+
+ENCODED = (*SENT, "deduplicated")  # one_sided writes a plain type into the window in one pass
 
 # -- placement -------------------------------------------------------------------------------------
 
@@ -97,7 +99,7 @@ def change_scales(patch, wire_format, change):
     around(patch, wire_format, "encode", encode)
 
 
-@fault("correctness")
+@fault("correctness", on=ENCODED)
 def second_half_of_a_row_lost(patch):
     """the second half of each row arrives as zeros"""
 
@@ -108,7 +110,7 @@ def second_half_of_a_row_lost(patch):
     change_hidden(patch, CastFormat, lose)
 
 
-@fault("correctness")
+@fault("correctness", on=ENCODED)
 def half_of_the_mantissa_lost(patch):
     """the last four of bf16's eight significant bits are cut off"""
 
@@ -125,7 +127,7 @@ def decoded_one_value_off(patch):
     change_result(patch, CastFormat, "decode", lambda rows: rows.roll(1, 1))
 
 
-@fault("correctness")
+@fault("correctness", on=ENCODED)
 def bytes_swapped(patch):
     """the two bytes of each value arrive the other way round"""
     change_hidden(patch, CastFormat, lambda values: values.unflatten(1, (-1, 2)).flip(2).flatten(1))
@@ -181,7 +183,7 @@ def scale_of_the_partial_block_lost(patch):
     change_scales(patch, Fp8Block, forget)
 
 
-@fault("exact", run="fp8")
+@fault("exact", run="fp8", on=ENCODED)
 def no_scale_for_the_partial_block(patch):
     """mxfp8 sends no scale for the last, partial block"""
     change_scales(patch, MxFp8, lambda exponents: exponents[:, :-1])
@@ -207,13 +209,13 @@ def scales_not_applied(patch):
 # -- permute ---------------------------------------------------------------------------------------
 
 
-@fault("correctness")
+@fault("correctness", on=("all_to_all", "one_sided", *BY_RANK))
 def order_not_inverted(patch):
     """rows go back in the order in which they came"""
     patch.setattr(permute, "inverse", lambda order: order)
 
 
-@fault("correctness", on=("all_to_all",))
+@fault("correctness", on=("all_to_all", "padded"))
 def regrouped_one_row_off(patch):
     """every expert's first row is the last one of the expert before"""
     change_result(patch, permute, "regroup_by_expert", lambda index: index.roll(1))
@@ -225,7 +227,7 @@ def not_regrouped(patch):
     patch.setattr(permute, "regroup_by_expert", lambda rows: torch.arange(int(rows.sum())))
 
 
-@fault("correctness", on=("all_to_all",))
+@fault("correctness", on=PER_COPY)
 def choices_one_row_off(patch):
     """each row is filled from the choice of the row before"""
     change_result(patch, permute, "order_by_slot", lambda found: (found[0].roll(1), found[1]))
@@ -275,7 +277,7 @@ def partial_sums_in_rank_order(patch):
     )
 
 
-@fault("correctness", on=("all_to_all",))
+@fault("correctness", on=PER_COPY)
 def outputs_in_slot_order(patch):
     """experts' outputs are added as they lie, not token by token"""
     change_result(
@@ -296,9 +298,9 @@ def local_slots_one_off(patch):
     around(patch, permute, "local_choices", shifted)
 
 
-@fault("exact", on=("rank_dedup",))
+@fault("exact", on=("rank_dedup", "two_hop", "deduplicated"))
 def last_rank_never_hit(patch):
-    """no token is sent to the last rank"""
+    """no token is sent to the last rank, or the last node"""
 
     def forget(hit):
         hit = hit.clone()

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from faults import BY_RANK, CHOSEN, around, change_result, fault
+from faults import BY_RANK, CHOSEN, SENT, SHARED, Late, around, change_result, fault
 
-from comm.meter import Traffic, TrafficMeter
+from comm.meter import EVERY_RANK, Position, Traffic, TrafficMeter
 from comm.transport import Transport
 from comm.wire import CastFormat
 
 
-@fault("exact")
+@fault("exact", on=(*SENT, "deduplicated"))
 def rows_padded_to_the_hidden_width(patch):
     """rows travel at twice the latent width, filled up with zeros"""
 
@@ -27,44 +28,85 @@ def rows_padded_to_the_hidden_width(patch):
     around(patch, CastFormat, "decode", decode)
 
 
-@fault("do not sum to")
+@fault("do not sum to", on=SENT)
 def padding_not_counted(patch):
     """rows are padded and the meter is told of the values alone"""
 
-    def all_to_all(original, self, position, message, parts, out, back):
+    def start(original, self, position, message, *rest):
         padded = torch.nn.functional.pad(message, (0, 64))
-        return original(self, position, padded, parts, out, back)[:, : message.shape[1]]
+        pending = original(self, position, padded, *rest)
+        return Late(pending, lambda rows: rows[:, : message.shape[1]])
 
-    around(patch, Transport, "all_to_all", all_to_all)
+    around(patch, Transport, "start_all_to_all", start)
+
+
+@dataclass(frozen=True)
+class Booking:
+    """What the meter is told: of a message, or, where that is None, of rows in shared memory.
+
+    out, back: rows to and from each of `ranks`; empty: those of `out` that are padding
+    """
+
+    position: Position
+    message: torch.Tensor | None
+    parts: list
+    out: list[int]
+    back: list[int]
+    ranks: np.ndarray | slice = EVERY_RANK
+    empty: list[int] | None = None
+
+    @property
+    def own(self):
+        """The place of this rank among `ranks`."""
+        rank = dist.get_rank()
+        return rank if self.ranks is EVERY_RANK else self.ranks.tolist().index(rank)
 
 
 def recount(patch, change):
-    """The meter books change(position, message, parts, out, back) instead."""
+    """The meter books change(booking) instead, nothing where that is None."""
 
-    def record(original, self, *message):
-        changed = change(*message)
-        if changed is not None:
-            original(self, *changed)
+    def record(original, self, position, message, parts, out, back, ranks, empty):
+        one = change(Booking(position, message, list(parts), list(out), list(back), ranks, empty))
+        if one is not None:
+            original(
+                self, one.position, one.message, one.parts, one.out, one.back, one.ranks, one.empty
+            )
+
+    def put(original, self, position, parts, rows_to, ranks):
+        one = change(Booking(position, None, list(parts), list(rows_to), [0] * len(rows_to), ranks))
+        if one is not None:
+            original(self, one.position, one.parts, one.out, one.ranks)
+
+    def taken(original, self, position, row_bytes, rows_from, ranks):
+        rows_from = list(rows_from)
+        one = change(Booking(position, None, [], [0] * len(rows_from), rows_from, ranks))
+        if one is not None:
+            original(self, one.position, row_bytes, one.back, one.ranks)
 
     around(patch, TrafficMeter, "record", record)
+    around(patch, TrafficMeter, "put", put)
+    around(patch, TrafficMeter, "taken", taken)
 
 
 def rename_kind(patch, kind, name):
-    def change(position, message, parts, out, back):
-        parts = [(name if part == kind else part, rows) for part, rows in parts]
-        return position, message, parts, out, back
+    def change(booking):
+        parts = [(name if part == kind else part, rows) for part, rows in booking.parts]
+        return replace(booking, parts=parts)
 
     recount(patch, change)
 
 
-@fault("do not sum to", run="fp8")
+def leave_out(patch, kind):
+    def change(booking):
+        return replace(booking, parts=[part for part in booking.parts if part[0] != kind])
+
+    recount(patch, change)
+
+
+@fault("do not sum to", run="fp8", on=SENT)
 def scales_not_counted(patch):
     """the meter is not told of the block scales"""
-
-    def change(position, message, parts, out, back):
-        return position, message, [part for part in parts if part[0] != "scales"], out, back
-
-    recount(patch, change)
+    leave_out(patch, "scales")
 
 
 @fault("exact", run="fp8")
@@ -88,19 +130,23 @@ def hidden_booked_as_padding(patch):
 @fault("exact")
 def counts_not_counted(patch):
     """the exchange of counts passes the meter by"""
-    recount(patch, lambda *message: None if message[2][0][0] == "counts" else message)
+
+    def change(booking):
+        return None if booking.parts and booking.parts[0][0] == "counts" else booking
+
+    recount(patch, change)
 
 
 @fault("exact")
 def combine_not_counted(patch):
     """the way back passes the meter by"""
-    recount(patch, lambda *message: None if message[0].phase == "combine" else message)
+    recount(patch, lambda booking: None if booking.position.phase == "combine" else booking)
 
 
 @fault("exact")
 def one_rank_not_counted(patch):
     """rank 1 alone counts nothing"""
-    recount(patch, lambda *message: None if dist.get_rank() == 1 else message)
+    recount(patch, lambda booking: None if dist.get_rank() == 1 else booking)
 
 
 @fault("exact")
@@ -124,10 +170,13 @@ def self_counted_as_remote(patch):
 def self_not_counted(patch):
     """rows that a rank keeps are not counted"""
 
-    def change(position, message, parts, out, back):
-        out = [n * (rank != dist.get_rank()) for rank, n in enumerate(out)]
-        back = [n * (rank != dist.get_rank()) for rank, n in enumerate(back)]
-        return position, message[: sum(out)], parts, out, back
+    def change(booking):
+        out, back, empty = list(booking.out), list(booking.back), booking.empty
+        out[booking.own] = back[booking.own] = 0
+        if empty is not None:
+            empty = [n * (place != booking.own) for place, n in enumerate(empty)]
+        message = None if booking.message is None else booking.message[: sum(out)]
+        return replace(booking, message=message, out=out, back=back, empty=empty)
 
     recount(patch, change)
 
@@ -135,30 +184,47 @@ def self_not_counted(patch):
 @fault("exact")
 def counted_twice(patch):
     """every message is booked twice"""
+    for name in ("record", "put", "taken"):
+        around(patch, TrafficMeter, name, twice)
 
-    def record(original, self, *message):
-        original(self, *message)
-        original(self, *message)
 
-    around(patch, TrafficMeter, "record", record)
+def twice(function, *arguments):
+    function(*arguments)
+    function(*arguments)
+
+
+def move(**changes):
+    """change for `recount`: another position"""
+    return lambda booking: replace(booking, position=replace(booking.position, **changes))
 
 
 @fault("exact")
 def combine_booked_as_dispatch(patch):
     """the way back is booked to the phase of the way out"""
-    recount(patch, lambda position, *rest: (replace(position, phase="dispatch"), *rest))
+    recount(patch, move(phase="dispatch"))
 
 
 @fault("exact", on=CHOSEN)  # every layer of an all-gather moves the same
 def booked_to_the_wrong_layer(patch):
     """the two layers' bytes change places"""
-    recount(patch, lambda position, *rest: (replace(position, layer=1 - position.layer), *rest))
+    recount(patch, lambda booking: move(layer=1 - booking.position.layer)(booking))
 
 
-@fault("exact")
+@fault("tuple.index(x)")
 def booked_as_backward(patch):
-    """the forward pass is booked as the backward one"""
-    recount(patch, lambda position, *rest: (replace(position, direction="backward"), *rest))
+    """the forward pass is booked as the backward one, which a run without training has not"""
+    recount(patch, move(direction="backward"))
+
+
+@fault("exact", run="training")
+def backward_booked_as_forward(patch):
+    """gradients of rows count as rows"""
+
+    def change(booking):
+        synchronised = booking.position.phase == "grad_sync"
+        return booking if synchronised else move(direction="forward")(booking)
+
+    recount(patch, change)
 
 
 @fault("exact")
@@ -183,7 +249,93 @@ def source_and_destination_change_places(patch):
 def received_rows_miscounted(patch):
     """receivers miss one row of every message"""
 
-    def change(position, message, parts, out, back):
-        return position, message, parts, out, [*back[:-1], back[-1] - 1]
+    def change(booking):
+        return replace(booking, back=[*booking.back[:-1], booking.back[-1] - 1])
+
+    recount(patch, change)
+
+
+# -- what only some strategies count ---------------------------------------------------------------
+
+
+@fault("exact", on=("two_hop", "hierarchical_allgather"))
+def second_hop_not_counted(patch):
+    """what a proxy hands on inside its node passes the meter by"""
+    recount(patch, lambda booking: None if booking.ranks is not EVERY_RANK else booking)
+
+
+@fault("exact", on=("padded", "renormalized"))
+def empty_rows_booked_as_hidden(patch):
+    """padding counts as values"""
+    recount(patch, lambda booking: replace(booking, empty=None))
+
+
+@fault("exact", on=("padded", "renormalized"))
+def filled_rows_booked_as_padding(patch):
+    """a slot's whole room counts as padding"""
+
+    def change(booking):
+        return booking if booking.empty is None else replace(booking, empty=booking.out)
+
+    recount(patch, change)
+
+
+@fault("exact", on=("one_sided",))
+def numbers_of_tokens_not_counted(patch):
+    """the list by which experts find their rows passes the meter by"""
+    leave_out(patch, "ids")
+
+
+@fault("exact", on=SHARED, run="fp8")
+def scales_in_shared_memory_not_counted(patch):
+    """the meter is not told of the block scales"""
+    leave_out(patch, "scales")
+
+
+@fault("exact", on=("one_sided",))
+def a_row_counted_once_however_often_taken(patch):
+    """a rank that takes a token's row for several of its experts takes it once"""
+
+    def change(booking):
+        rows = booking.parts and booking.parts[0][0] == "ids"
+        return replace(booking, out=[min(n, 1) for n in booking.out]) if rows else booking
+
+    recount(patch, change)
+
+
+@fault("conserved", on=SHARED)
+def last_row_taken_not_counted(patch):
+    """takers book all rows of the last rank but one"""
+
+    def change(booking):
+        return replace(booking, back=[*booking.back[:-1], max(booking.back[-1] - 1, 0)])
+
+    recount(patch, change)
+
+
+@fault("exact", run="training")
+def synchronised_gradients_not_counted(patch):
+    """what ranks send to add up their gradients passes the meter by"""
+    recount(patch, lambda booking: None if booking.position.phase == "grad_sync" else booking)
+
+
+@fault("exact", run="rebalance", on=("all_to_all", "two_hop"))
+def moved_weights_booked_as_dispatch(patch):
+    """the weights of experts that move are booked to the rows' phase"""
+
+    def change(booking):
+        moved = booking.position.phase == "rebalance"
+        return move(phase="dispatch")(booking) if moved else booking
+
+    recount(patch, change)
+
+
+@fault("exact", run="shards", on=("all_to_all", "rank_dedup"))
+def reduced_parts_booked_as_combine(patch):
+    """what shards of an expert send each other is booked to the way back"""
+
+    def change(booking):
+        reduced = booking.position.phase == "tp_reduce"
+        return move(phase="combine")(booking) if reduced else booking
 
     recount(patch, change)

@@ -17,7 +17,7 @@ from model_presets import small
 from torch import Tensor
 
 from comm.dispatch import build_dispatcher
-from comm.dispatch.base import DispatchSetup
+from comm.dispatch.base import DispatchOptions, DispatchSetup
 from comm.dispatch.sharded import build_sharded
 from comm.grad_sync import expert_holders, gradients_of, sync_experts, sync_replicated
 from comm.meter import ALL_PHASES, TrafficMeter
@@ -133,6 +133,11 @@ class ReplicaOf:
         return self.case.slots(topk_ids, int(numbers[0]) if len(numbers) else 0)
 
 
+def node_of(rank: int) -> int:
+    """Four ranks a node, for strategies that look at nodes."""
+    return rank // 4
+
+
 def transports(case: Case, world: World, meter: TrafficMeter) -> dict[str, Transport]:
     """This rank's, among the parts of the world that the recipe names."""
     size, shards = case.group_size, case.expert_tp
@@ -142,6 +147,12 @@ def transports(case: Case, world: World, meter: TrafficMeter) -> dict[str, Trans
         "group": groups,
         "shards": [range(first, first + shards) for first in range(0, world.world_size, shards)],
     }
+    parts["node"] = [
+        ranks
+        for lane in parts["lane"]
+        for node in {node_of(rank) for rank in lane}
+        if (ranks := [rank for rank in lane if node_of(rank) == node])
+    ]
     return {name: Transport(world, meter, world.split(part)) for name, part in parts.items()}
 
 
@@ -158,6 +169,9 @@ def dispatcher_of(case: Case, world: World, meter: TrafficMeter, layer: int) -> 
         case.top_k,
         case.dtype,
         wire_backward=backward,
+        node_of_rank=tuple(node_of(rank) for rank in roads["lane"].group.ranks),
+        node_transport=roads["node"],
+        options=DispatchOptions(capacity_factor=case.num_experts),  # room for everything
     )
     build = partial(build_dispatcher, case.dispatcher)
     if case.expert_tp == 1:
@@ -187,10 +201,15 @@ def train(world: World, cases: list[Case]) -> list[Gradients]:
     return [train_one(world, case) for case in cases]
 
 
-def train_one(world: World, case: Case) -> Gradients:
-    meter = TrafficMeter(case.num_layers, world.world_size, phases=ALL_PHASES)
-    position, shard = divmod(world.rank % case.group_size, case.expert_tp)
-    owned = case.placed.local_experts(position).tolist()
+def own_experts(case: Case, world: World) -> list[int]:
+    """Logical experts of this rank, in slot order."""
+    position = world.rank % case.group_size // case.expert_tp
+    return case.placed.local_experts(position).tolist()
+
+
+def layers_of(case: Case, world: World, meter: TrafficMeter) -> list[MoELayer]:
+    """This rank's share of every layer, a dispatcher and its transports for each chunk."""
+    owned, shard = own_experts(case, world), world.rank % case.expert_tp
     layers = []
     for index in range(case.num_layers):
         made = {"seed": SEED, "layer": index, "dtype": case.dtype}
@@ -198,9 +217,50 @@ def train_one(world: World, case: Case) -> Gradients:
         chunks = [dispatcher_of(case, world, meter, index) for _ in range(case.chunks)]
         replicas = ReplicaOf(case) if case.replicas else None
         layers.append(MoELayer(case.shape, experts, chunks, replicas=replicas, **made))
+    return layers
+
+
+def infer(world: World, cases: list[Case]) -> list[Tensor]:
+    """Only forward, in inference mode, where chunks overlap: the output of each case."""
+    outputs = []
+    for case in cases:
+        layers = layers_of(
+            case, world, TrafficMeter(case.num_layers, world.world_size, phases=ALL_PHASES)
+        )
+        first = sum(case.tokens[: world.rank])
+        x, ids, _ = case.batch()
+        part = slice(first, first + case.tokens[world.rank])
+        with torch.inference_mode():
+            hidden = x[part]
+            for layer, chosen in zip(layers, ids, strict=True):
+                hidden = hidden + layer(pre_norm(hidden), chosen[part], first_token=first).hidden
+        outputs.append(hidden.clone())
+    return outputs
+
+
+def only_experts_train(world: World, case: Case) -> str:
+    """What is said when neither hidden states nor weights require gradients, and experts do."""
+    meter = TrafficMeter(1, world.world_size)
+    dispatcher = dispatcher_of(case, world, meter, 0)
+    hidden = torch.zeros(4, case.shape.payload_width)
+    arrived = dispatcher.dispatch(hidden, case.batch()[1][0], torch.ones(4, case.top_k))
+    experts = Experts(case.shape, own_experts(case, world), seed=SEED, layer=0)
+    rows = experts(arrived.expert_input, arrived.tokens_per_expert)
+    with torch.no_grad():
+        assert not dispatcher.combine(rows, arrived.handle).any()
+    try:
+        dispatcher.combine(rows, arrived.handle)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def train_one(world: World, case: Case) -> Gradients:
+    meter = TrafficMeter(case.num_layers, world.world_size, phases=ALL_PHASES)
+    layers = layers_of(case, world, meter)
     first = sum(case.tokens[: world.rank])
     output, x = stack(case, layers, slice(first, first + case.tokens[world.rank]))
-    everyone = Transport(world, meter)
+    everyone, owned = Transport(world, meter), own_experts(case, world)
     holders = expert_holders(
         case.placed, world.rank, world.world_size, case.group_size, case.expert_tp
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import io
 import json
 import math
@@ -12,11 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from report_samples import sample_inputs, sample_record, with_extra_bytes
+from page_text import ONLY_BESIDE, joined, number, table_rows, text_of
+from report_samples import SAMPLES, sample, sample_inputs, sample_record, with_extra_bytes
 
 from comm.report.console import page, render
 from comm.report.full_scale import full_scale
-from comm.report.layout import plain_text, wrap
+from comm.report.layout import wrap
 from comm.report.record import build_record
 from comm.report.table_rows import folded_layers, format_z
 from comm.report.units import (
@@ -27,62 +27,26 @@ from comm.report.units import (
     format_significant,
 )
 
-RUNS: dict[str, dict[str, Any]] = {
-    "default": {"tokens": 64, "layers": 4},
-    "one rank": {"ranks": 1, "ranks_per_node": 1},
-    "one node": {"ranks_per_node": 8},
-    "nodes of one": {"ranks_per_node": 1},
-    "ragged, no law": {"tokens": [0, 5, 1, 0, 0, 2, 9, 3], "router": "learned", "wire": "mxfp8"},
-    "all-gather": {"dispatcher": "allgather", "latent": None},
-    "no tokens": {"tokens": 0},
-    "72 ranks": {"ranks": 72, "ranks_per_node": 8, "tokens": 2, "dispatcher": "all_to_all"},
-    "224 ranks": {"ranks": 224, "ranks_per_node": 8, "tokens": 1, "layers": 1},
-    "one layer": {"layers": 1, "tokens": 1},
-    "92 layers": {"layers": 92, "ranks": 4, "ranks_per_node": 2, "tokens": 2, "num_experts": 64},
-}
 
-
-@functools.cache
-def run(name: str) -> dict[str, Any]:
-    """The record of one of RUNS; not to be changed."""
-    return sample_record(**RUNS[name])
-
-
-def text_of(record: dict[str, Any]) -> list[str]:
-    return [plain_text(spans) for spans in page(record)]
-
-
-def table_rows(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Words of the column line, and each row of the table as words, labels included."""
-    lines = text_of(record)
-    start = next(i for i, text in enumerate(lines) if text.startswith("BY LAYER"))
-    rules = [i for i, text in enumerate(lines) if i > start and set(text.strip()) == {"-"}][:2]
-    end = next(i for i, text in enumerate(lines) if text.startswith("  network"))
-    rows = [
-        text.split() for i, text in enumerate(lines[rules[0] : end], rules[0]) if i not in rules
-    ]
-    return lines[start + 3].split(), rows
-
-
-def number(cell: str) -> float:
-    return 0.0 if cell == "-" else float(cell.replace(",", "").removeprefix("<"))
-
-
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", SAMPLES)
 def test_every_page_fits_and_is_ascii(name: str) -> None:
-    lines = text_of(run(name))
+    lines = text_of(sample(name))
     assert max(len(text) for text in lines) <= 100
     assert all(text.isascii() and "\0" not in text for text in lines)
     heads = [text.split("  ")[0] for text in lines if text and text[0] != " "]
-    sections = ["WideEP 0.1.0", "ANSWER", "BY LAYER", "HEADLINE", "FULL SIZE", "TIME", "RESULTS"]
-    if name == "no tokens":
+    sections = [
+        *("WideEP 0.1.0", "ANSWER", "BY LAYER", "HEADLINE", "FULL SIZE", "CONVENTIONS"),
+        *("TIME", "RESULTS"),
+    ]
+    if "no tokens" in name or "nothing to do" in name:
         sections.remove("FULL SIZE")
     assert heads == sections
 
 
+@pytest.mark.parametrize("name", ["default", "training", "padded training", "balanced, training"])
 @pytest.mark.parametrize("factor", [10**3, 10**7, 10**11])
-def test_a_huge_run_fits(factor: int) -> None:
-    record = scaled(sample_record(tokens=64, layers=4), factor)
+def test_a_huge_run_fits(name: str, factor: int) -> None:
+    record = scaled(sample(name), factor)
     record["layers"][0]["differing_bytes"] = factor
     assert max(len(text) for text in text_of(record)) <= 100
 
@@ -101,22 +65,39 @@ def scaled(value: Any, factor: int, key: str = "") -> Any:
     return value * factor if key.endswith("_bytes") and isinstance(value, int) else value
 
 
-@pytest.mark.parametrize("name", ["default", "ragged, no law", "92 layers", "one rank", "72 ranks"])
+LABELS = ("total", "beside")  # of the table's last rows, as layers' numbers are of the first
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("default", "ragged, no law", "92 layers", "one rank", "72 ranks", "training", "padded"),
+        *("padded training", "shared experts", "shared experts, all", "balanced, training"),
+    ],
+)
 def test_numbers_parse_back_and_sum_to_the_total(name: str) -> None:
-    record = run(name)
+    record = sample(name)
     _, rows = table_rows(record)
-    rows = [row if row[0][0].isdigit() or row[0] == "total" else ["", *row] for row in rows]
+    rows = [row if row[0][0].isdigit() or row[0] in LABELS else ["", *row] for row in rows]
+    rows = [[row[0], f"back {row[2]}", *row[3:]] if row[1] == "back" else row for row in rows]
     cut = next(i for i, row in enumerate(rows) if row[0] == "total")
-    body, (dispatch, combine, both) = rows[:cut], rows[cut:]
-    size = 1 + max(i for i, cell in enumerate(both) if cell.replace(",", "").strip("-.").isdigit())
-    for column in range(2, size):
-        half = 0.5 * 10 ** -len(both[column].partition(".")[2]) * (len(body) + 3)
-        for phase, total in (("dispatch", dispatch), ("combine", combine)):
+    body, end = rows[:cut], {row[1]: row for row in rows[cut:]}
+    whole = end.pop("both", None) or end.pop("all")
+    assert ("both" in {row[1] for row in rows}) == (len(end) == 2)
+    assert set(end) == {row[1] for row in body}
+    inside = [row for phase, row in end.items() if phase not in ONLY_BESIDE]
+    figures = [cell for cell in whole[2:] if re.fullmatch(r"-|<?[\d,.]+", cell)]  # all but z
+    for column in range(2, 2 + len(figures)):
+        decimals = max(len(row[column].partition(".")[2]) for row in rows)
+        half = 0.5 * 10**-decimals * (len(body) + len(end))
+        for phase, total in end.items():
             parts = sum(number(row[column]) for row in body if row[1] == phase)
             assert parts == pytest.approx(number(total[column]), abs=half)
-        sums = number(dispatch[column]) + number(combine[column])
-        assert sums == pytest.approx(number(both[column]), abs=half)
-    assert number(both[2]) == sum(sum(e["rows"].values()) for e in record["layers"])
+        sums = sum(number(row[column]) for row in inside)
+        assert sums == pytest.approx(number(whole[column]), abs=half)
+    assert number(whole[2]) == sum(
+        sum(e["rows"].values()) for e in record["layers"] if e["phase"] not in ONLY_BESIDE
+    )
 
 
 def test_the_table_shows_the_bytes_of_the_record() -> None:
@@ -174,13 +155,14 @@ def test_the_table_shows_the_bytes_of_the_record() -> None:
     ],
 )
 def test_the_unit_is_chosen_by_what_a_layer_moves(measured_bytes: int, unit: str) -> None:
-    record = copy.deepcopy(run("one layer"))
+    record = copy.deepcopy(sample("one layer"))
     for entry in (*record["layers"], *record["totals"]["phases"]):
         for cell in entry.get("cells", ()):
             cell["measured_bytes"] = 0
+    for cell in record["totals"]["cells"]:
+        cell["measured_bytes"] = 0
     for cells in (record["layers"][0]["cells"], record["totals"]["cells"]):
         cells[0]["measured_bytes"] = measured_bytes
-    record["totals"]["measured_bytes"] = measured_bytes
     header, _ = table_rows(record)
     assert header[-3:] == [unit, "B", "z"]
 
@@ -205,33 +187,23 @@ def test_dispatchers_share_the_unit() -> None:
 @pytest.mark.parametrize("tokens", [1, 64, 2000])
 @pytest.mark.parametrize("fault", ["backward", "padding"])
 def test_a_run_that_books_its_bytes_wrongly_still_gets_its_page(fault: str, tokens: int) -> None:
-    inputs = sample_inputs(tokens=tokens)
-    forward, rows = inputs.traffic.bytes.copy(), inputs.traffic.rows
+    inputs = sample_inputs(tokens=tokens, training=fault == "backward")
+    counted, rows = inputs.traffic.bytes.copy(), inputs.traffic.rows
     if fault == "backward":
-        forward, rows = forward[:, ::-1], rows[:, ::-1]
-    else:  # padding is the last kind
-        forward[..., -1, :, :], forward[..., 0, :, :] = forward[..., 0, :, :].copy(), 0
-    traffic = replace(inputs.traffic, bytes=forward, rows=rows)
+        counted, rows = counted[:, ::-1], rows[:, ::-1]
+    else:
+        padding = inputs.traffic.kinds.index("padding")
+        counted[..., padding, :, :] = counted[..., 0, :, :]
+        counted[..., 0, :, :] = 0
+    traffic = replace(inputs.traffic, bytes=counted, rows=rows)
     lines = text_of(build_record(replace(inputs, traffic=traffic)))
     assert max(map(len, lines)) <= 100
     assert any(("back dispatch" if fault == "backward" else " padding ") in text for text in lines)
-
-
-def test_columns_of_tiers_without_pairs_are_said_not_shown() -> None:
-    for name, note in (
-        ("one node", "one node: nothing goes between nodes"),
-        ("nodes of one", "every rank is a node"),
-        ("one rank", "nothing leaves it"),
-    ):
-        record = run(name)
-        header, _ = table_rows(record)
-        assert ("nodes" in header) == (name == "nodes of one")
-        assert ("node" in header) == (name == "one node")
-        assert any(note in text for text in text_of(record))
+    assert any(re.search(r"\+-?\d", text) for text in lines)  # a difference is shown
 
 
 def test_a_deep_model_is_folded_and_says_so() -> None:
-    record = run("92 layers")
+    record = sample("92 layers")
     assert folded_layers(record) == list(range(2, 90))
     _, rows = table_rows(record)
     assert [row[0] for row in rows if row[0][0].isdigit()] == ["0", "1", "2-89", "90", "91"]
@@ -240,7 +212,7 @@ def test_a_deep_model_is_folded_and_says_so() -> None:
 
 
 def test_a_layer_that_differs_is_never_folded() -> None:
-    inputs = sample_inputs(**RUNS["92 layers"])
+    inputs = sample_inputs(**SAMPLES["92 layers"])
     record = build_record(with_extra_bytes(inputs, (40, 0, 1, 0, 0, 3), -256))
     _, rows = table_rows(record)
     assert [row[0] for row in rows if row[0][0].isdigit()] == ["0", "1", "2-89", "40", "90", "91"]
@@ -284,23 +256,22 @@ def test_the_answer_comes_before_every_table() -> None:
 def verdict_lines(record: dict[str, Any]) -> list[tuple[str, ...]]:
     """Mark, name and state of each verdict."""
     lines = text_of(record)
-    between = lines[lines.index("BY LAYER  forward; sums over ranks and steps") :]
-    answer = lines[: len(lines) - len(between)]
+    answer = lines[: next(i for i, text in enumerate(lines) if text.startswith("BY LAYER"))]
     pattern = r"([ !]) ([a-z]+) +([A-Z]+(?: [A-Z]+)?) {2,}\S"
     return [found.groups() for text in answer if (found := re.match(pattern, text))]
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", SAMPLES)
 def test_every_verdict_carries_its_name_and_its_state(name: str) -> None:
-    record = run(name)
+    record = sample(name)
     assert verdict_lines(record) == [
         (" ", verdict["name"], verdict["state"].replace("_", " ")) for verdict in record["verdicts"]
     ]
-    assert len(record["verdicts"]) == 4
+    assert len(record["verdicts"]) == 4 + (record["manifest"]["config"]["mode"] == "training")
 
 
 def test_every_failed_verdict_is_marked_and_the_text_lines_up() -> None:
-    record = copy.deepcopy(run("ragged, no law"))  # has a long NOT AVAILABLE
+    record = copy.deepcopy(sample("ragged, no law"))  # has a long NOT AVAILABLE
     for verdict in (record["verdicts"][0], record["verdicts"][3]):
         verdict["state"] = "OUTSIDE"
     marks = [mark for mark, *_ in verdict_lines(record)]
@@ -310,25 +281,20 @@ def test_every_failed_verdict_is_marked_and_the_text_lines_up() -> None:
     assert len(texts) == 4 and starts == {len("  correctness  NOT AVAILABLE  ")}
 
 
-def joined(record: dict[str, Any]) -> str:
-    """The page as one line, wrapped sentences put together again."""
-    return " ".join(" ".join(text_of(record)).split())
-
-
 def test_the_full_size_line_gives_the_ratio() -> None:
-    record = run("default")
+    record = sample("default")
     full = record["full_scale"]
     formula = full["rounds"] * full["headline_bytes"]
     ratio = formula / full["forward_pass"]["network_bytes"]
     said = f"the formula says {format_bytes(formula)} there and back, {ratio:.2f} times as much"
     assert ratio > 4 and said in joined(record)
-    alone = joined(run("one rank"))
+    alone = joined(sample("one rank"))
     assert "there and back BY LAYER" in alone  # nothing on the network: no ratio
 
 
 def test_the_headline_says_where_the_reduced_width_inflates_it() -> None:
     warning = "weighs more at this reduced width"
-    record = copy.deepcopy(run("default"))
+    record = copy.deepcopy(sample("default"))
     assert warning in joined(record) and "1 step, one way; dispatch put" in joined(record)
     for change in ("wide rows", "little metadata"):
         other = copy.deepcopy(record)
@@ -340,23 +306,45 @@ def test_the_headline_says_where_the_reduced_width_inflates_it() -> None:
         assert warning not in joined(other), change
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", SAMPLES)
 def test_the_page_has_one_word_for_one_thing(name: str) -> None:
-    text = joined(run(name))
-    for word in ("scale_up", "scale_out", "scale up", "remote"):
+    lines = text_of(sample(name))
+    field = [i for i, text in enumerate(lines) if text.startswith(("CONVENTIONS", "TIME"))]
+    text = " ".join(lines[: field[0]] + lines[field[1] :])  # the field has words of its own
+    for word in ("scale_up", "scale_out", "scale up", "remote", "backward dispatch"):
         assert word not in text
     for word in ("network", "self"):
         assert word in text
 
 
-def test_the_legend_explains_z() -> None:
-    shared = "dispatch and combine of a layer move the same rows, so they share one z"
-    assert shared in joined(run("default"))
-    assert "= is no spread, and equal" in joined(run("all-gather"))
-    assert "none: the learned router follows no law" in joined(run("ragged, no law"))
-    _, rows = table_rows(run("default"))
-    for dispatch, combine in zip(rows[0:8:2], rows[1:8:2], strict=True):
-        assert dispatch[-1] == combine[-1]
+def test_backward_phases_have_rows_and_times_of_their_own() -> None:
+    lines = text_of(sample("shared experts, training"))
+    for phase in ("combine", "tp_reduce", "tp_gather", "dispatch"):
+        in_table = [text for text in lines if f" back {phase} " in text]
+        assert len(in_table) == 2 + 1 + 1  # two layers, the total, the time
+    assert sum(text.startswith("  grad_sync ") for text in lines) == 1  # its time
+    assert any(text.startswith("BY LAYER  forward and backward;") for text in lines)
+    assert not any("back " in text for text in text_of(sample("default")))
+
+
+def test_columns_are_merged_only_where_the_page_is_too_narrow() -> None:
+    assert "hidden" in table_rows(sample("training"))[0]
+    header, rows = table_rows(sample("balanced, training"))
+    assert "payload" in header and not {"hidden", "scales"} & set(header)
+    record = scaled(sample("balanced, training"), 10**7)
+    for entry in record["layers"]:
+        entry["differing_bytes"] = 10**9
+    header, _ = table_rows(record)
+    assert {"payload", "metadata", "beside"} < set(header) and "counts" not in header
+
+
+def test_full_size_compares_the_formula_with_a_pass_there_and_back() -> None:
+    """Phases inside a node are no ways of their own to the formula."""
+    lines = text_of(sample("shared experts"))
+    table = [text.split() for text in lines if text.endswith("229.4 kB") or "pass, 368" in text]
+    assert [row[0] for row in table] == ["dispatch,", "combine,", "pass,"]
+    assert table[-1][-2:] == ["42.21", "MB"]  # 2 x 92 x 229,376 B
+    assert "the formula says 42.21 MB there and back" in joined(sample("shared experts"))
 
 
 def test_the_headline_is_walked_down_to_the_count() -> None:
@@ -395,7 +383,7 @@ def test_a_saved_record_prints_the_same() -> None:
 
 
 def test_printing_changes_nothing() -> None:
-    record = run("92 layers")
+    record = sample("92 layers")
     before = copy.deepcopy(record)
     text_of(record)
     assert record == before

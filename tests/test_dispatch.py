@@ -54,7 +54,7 @@ def slow_combine(dispatcher, placement, token, ids, weights):
         for expert, weight in zip(ids, weights, strict=True)
         if expert >= 0
     ]
-    if dispatcher in ("all_to_all", "padded"):
+    if dispatcher in ("all_to_all", "padded", "one_sided"):
         groups = [terms]
     else:
         groups = [[t for t in terms if t[0] == rank] for rank in sorted({t[0] for t in terms})]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 from math import sqrt
-from time import perf_counter
+from time import process_time
 from typing import Any
 
 import numpy as np
@@ -302,15 +302,15 @@ def test_each_phase_has_its_own_format() -> None:
 
 def test_padding_takes_what_payload_leaves() -> None:
     run = expect(run_shape("padded", [6, 2], (0, 1), [4, 4], 2, width=8))
-    room = 2 * 2 * 8 * 4  # rows for each slot, two sources, slots of the other rank... in all
+    room = 2  # ceil(6 x 2 / 8) rows for each of 4 slots, from each of 2 sources
     whole = run.of("scale_out", phases=["combine"])
-    assert (whole.mean, whole.std) == (2 * room / 2 * 16, 0.0)
+    assert (whole.mean, whole.std) == (room * 4 * 2 * 16, 0.0)
     hidden, padding = (
         run.of("scale_out", phases=["combine"], kinds=[kind]) for kind in ("hidden", "padding")
     )
     assert hidden.mean + padding.mean == pytest.approx(whole.mean)
     assert hidden.std == padding.std > 0
-    assert hidden.mean < 8 * 2 / 2 * 16  # some choices find no row
+    assert hidden.mean < 8 * 16  # of 8 choices that leave, some find no row
 
 
 def test_what_has_no_law_says_why() -> None:
@@ -359,7 +359,7 @@ def test_names_that_no_law_is_about() -> None:
 @pytest.mark.parametrize("dispatcher", ["all_to_all", "rank_dedup", "allgather", "two_hop"])
 def test_a_million_tokens_on_each_of_a_thousand_ranks(dispatcher: str) -> None:
     tokens = [1_000_000] * 1024
-    started = perf_counter()
+    started = process_time()
     run = expect(kimi_k3(1024, 128, dispatcher, tokens, num_layers=92))
     estimate = run.of("remote")
     if dispatcher != "two_hop":
@@ -367,20 +367,20 @@ def test_a_million_tokens_on_each_of_a_thousand_ranks(dispatcher: str) -> None:
         total = rows * 92 * 1024e6
         assert run.flows[0].rows_mean[:, 3].sum() == pytest.approx(total, rel=1e-12)
     assert estimate.mean > 2.0**53 and np.isfinite(estimate.std)
-    assert perf_counter() - started < 20  # a second or two on an idle core
+    assert process_time() - started < 12  # seconds of a core
 
 
 def test_four_thousand_ranks_are_fast() -> None:
     run = kimi_k3(4096, 512, tokens=[64] * 4096)
-    started = perf_counter()
+    started = process_time()
     expect(run)
-    assert perf_counter() - started < 20  # a second or two on an idle core
+    assert process_time() - started < 12  # seconds of a core
 
 
 def test_skewed_rows_of_72_ranks_are_fast() -> None:
     law = Weighted(10 ** np.random.default_rng(0).uniform(0, 6, (1, 896)), np.zeros((1, 1), int))
     run = kimi_k3(72, 9, "two_hop", tokens=[1_000_000] * 72)
-    started = perf_counter()
+    started = process_time()
     expected = expect(run, law)
     assert np.isfinite(expected.flows[0].rows_var).all()
-    assert perf_counter() - started < 10  # half a second on an idle core
+    assert process_time() - started < 8  # seconds of a core

@@ -13,6 +13,9 @@ from comm.analytic.fanout import (
     Constant,
     Copies,
     Distinct,
+    GroupHits,
+    NestedHits,
+    WeightedCopies,
     copies_covariance,
     distinct_covariance,
     group_limited_pmf,
@@ -220,6 +223,92 @@ def test_group_limited_routing() -> None:
         assert hit == min(4, free)
     assert group_limited_pmf(256, 8, 8, 8) == pytest.approx(Distinct.of([32] * 8, 256, 8).pmf())
     assert group_limited_pmf(8, 6, 2, 2).sum() == pytest.approx(1)
+
+
+# Nodes as (rows when hit, [(experts of a rank, rows when it is hit)]).
+NESTED = [
+    [(1, [(2, 0), (1, 1)]), (1, [(2, 0), (1, 1)]), (0, [(3, 1)])],  # two hops from the last node
+    [(2, [(1, 1), (2, 3)]), (0, [(2, 0)]), (1, [(0, 1), (3, 0)])],
+    [(1, [(4, 0), (4, 1)])],
+    [(0, [(2, 2), (2, 1), (3, 0)])],
+]
+
+
+@pytest.mark.parametrize("nodes", NESTED)
+@pytest.mark.parametrize("top_k", [1, 3, 7])
+def test_hits_of_ranks_and_nodes_by_enumeration(
+    nodes: list[tuple[int, list[tuple[int, int]]]], top_k: int
+) -> None:
+    law = NestedHits(
+        tuple((rows, tuple((size, r, 1) for size, r in ranks), 1) for rows, ranks in nodes), top_k
+    )
+    place = [(n, r) for n, (_, ranks) in enumerate(nodes)
+             for r, (size, _) in enumerate(ranks) for _ in range(size)]  # fmt: skip
+    counted = []
+    for subset in combinations(place, top_k):
+        ranks, hit_nodes = set(subset), {node for node, _ in subset}
+        counted.append(
+            sum(nodes[n][1][r][1] for n, r in ranks) + sum(nodes[n][0] for n in hit_nodes)
+        )
+    rows = np.array(counted)
+    assert law.mean == pytest.approx(rows.mean(), rel=1e-12)
+    assert law.variance == pytest.approx(rows.var(), rel=1e-12, abs=1e-15)
+    pmf = law.pmf()
+    np.testing.assert_allclose(
+        pmf, np.bincount(rows, minlength=len(pmf)) / len(rows), rtol=1e-11, atol=0
+    )
+
+
+def test_nodes_and_ranks_alike_may_be_counted_together() -> None:
+    apart = NestedHits(tuple((1, ((2, 0, 1), (2, 1, 1), (2, 1, 1)), 1) for _ in range(3)), 4)
+    together = NestedHits(((1, ((2, 0, 1), (2, 1, 2)), 3),), 4)
+    assert (apart.mean, apart.variance) == (together.mean, together.variance)
+    np.testing.assert_allclose(apart.pmf(), together.pmf())
+    flat = NestedHits(((0, ((2, 1, 9),), 1),), 4)
+    assert flat.variance == pytest.approx(Distinct.of([2] * 9, 18, 4).variance, rel=1e-14)
+
+
+@pytest.mark.parametrize("values", [((0, 3), (1, 2), (2, 2)), ((1, 7),), ((0, 4), (3, 3))])
+@pytest.mark.parametrize("top_k", [1, 3, 7])
+def test_choices_of_several_rows(values: tuple[tuple[int, int], ...], top_k: int) -> None:
+    brings = np.repeat([rows for rows, _ in values], [size for _, size in values])
+    rows = np.array([sum(subset) for subset in combinations(brings.tolist(), top_k)])
+    law = WeightedCopies(values, top_k)
+    assert law.mean == pytest.approx(rows.mean(), rel=1e-12)
+    assert law.variance == pytest.approx(rows.var(), rel=1e-12, abs=1e-15)
+    counted = np.bincount(rows, minlength=len(law.pmf())) / len(rows)
+    np.testing.assert_allclose(law.pmf(), counted, rtol=1e-11, atol=1e-300)
+
+
+def test_rows_of_limited_groups() -> None:
+    """DeepSeek-V3's shape: 3.983 of 8 groups, 7/8 of them remote; never "M groups at random"."""
+    every = GroupHits(((1, 8),), 256, 8, 4)
+    assert every.mean == pytest.approx(3.983, abs=5e-4)
+    np.testing.assert_allclose(every.pmf(), group_limited_pmf(256, 8, 8, 4))
+    remote = GroupHits(((0, 1), (1, 7)), 256, 8, 4)
+    assert remote.mean == pytest.approx(every.mean * 7 / 8)
+    assert remote.variance > every.variance
+    inside = Distinct.of([32] * 4, 128, 8).mean
+    assert inside == pytest.approx(3.629, abs=5e-4)  # M groups at random, then K inside: wrong
+    assert GroupHits(((1, 1),), 8, 2, 1).variance == 0
+
+
+@pytest.mark.parametrize(
+    ("scores", "groups_hit"), [("uniform", 3.953), ("sigmoid", 3.965), ("four sigmoid", 3.932)]
+)
+def test_groups_ranked_by_two_experts_depend_on_the_scores(scores: str, groups_hit: float) -> None:
+    rng, tokens = np.random.default_rng(31), 12_000
+    if scores == "uniform":
+        score = rng.random((tokens, 8, 32))
+    else:
+        scale = 4 if scores == "four sigmoid" else 1
+        score = 1 / (1 + np.exp(-scale * rng.standard_normal((tokens, 8, 32))))
+    best_two = np.partition(score, -2, axis=2)[:, :, -2:].sum(axis=2)
+    allowed = best_two >= np.partition(best_two, -4, axis=1)[:, [-4]]
+    limited = np.where(allowed[:, :, None], score, -1).reshape(tokens, 256)
+    group = limited.argpartition(-8, axis=1)[:, -8:] // 32
+    hit = (group[:, :, None] == np.arange(8)).any(axis=1).sum(axis=1)
+    assert hit.mean() == pytest.approx(groups_hit, abs=4 * hit.std() / tokens**0.5 + 5e-4)
 
 
 def test_constant_law() -> None:

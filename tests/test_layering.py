@@ -9,20 +9,30 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-WATCHED = ("comm", "moe", "torch", "hydra", "omegaconf", "rich", "tests")
+WATCHED = ("comm", "moe", "torch", "hydra", "omegaconf", "rich", "safetensors", "tests")
 
 PURE = {
     "comm.topology": (),
     "comm.placement": (),
+    "comm.balance": ("comm.placement",),
     "comm.wire": ("torch",),
     "comm.permute": ("torch",),
 }
+# The first rule whose prefix matches holds.
 RULES: dict[str, tuple[str, ...]] = PURE | {
     "comm.meter": ("torch",),
     "comm.world": ("torch", "comm.topology"),
-    "comm.transport": ("torch", "comm.meter", "comm.wire", "comm.world"),
+    "comm.barrier": (),
+    "comm.shm": ("torch", "comm.barrier", "comm.wire", "comm.world"),
+    "comm.transport": ("torch", "comm.meter", "comm.shm", "comm.wire", "comm.world"),
     "comm.spawn": ("torch", "comm.world"),
-    "comm.dispatch": ("torch", "comm.dispatch", "comm.meter", "comm.transport", *PURE),
+    "comm.replicas": ("torch", "comm.placement"),
+    "comm.rebalance": ("torch", "comm.meter", "comm.placement", "comm.transport"),
+    "comm.grad_sync": ("torch", "comm.meter", "comm.placement", "comm.transport", "comm.wire"),
+    "comm.dispatch": (
+        *("torch", "comm.dispatch", "comm.meter", "comm.transport", "comm.barrier"),
+        *("comm.topology", "comm.placement", "comm.wire", "comm.permute"),
+    ),
     "comm.analytic": ("comm.analytic", "comm.topology"),
     "comm.verdict": ("comm.analytic",),
     "comm.report": ("rich", "comm.report", "comm.topology", "comm.analytic.rows"),
@@ -33,12 +43,26 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
     "moe.synthetic": ("moe.philox",),
     "moe.experts": ("torch", "moe.model", "moe.philox"),
     "moe.router": ("torch", "moe.model", "moe.philox", "moe.experts"),
+    "moe.overlap": ("torch", "comm.dispatch.base"),
     "moe.layer": (
-        "torch", "moe.model", "moe.philox", "moe.experts", "moe.router", "comm.dispatch.base",
+        *("torch", "moe.model", "moe.philox", "moe.experts", "moe.router", "moe.overlap"),
+        *("comm.dispatch.base", "comm.replicas"),
     ),
     "moe.reference": ("torch", "moe.model", "moe.experts"),
-    "moe.settings": ("moe.model",),
-}  # fmt: skip
+    "moe.traces": ("moe.traces", "torch", "safetensors"),
+    "moe.placement_files": ("moe.traces",),
+    "moe.routing.options": ("moe.model",),  # the table of keys, read before anything heavy
+    "moe.routing": (
+        *("moe.routing", "moe.model", "moe.philox", "moe.synthetic", "moe.traces"),
+        "comm.analytic.law",
+    ),
+    "moe.settings": ("moe.model", "moe.routing.options"),
+    "moe.combinations": ("moe.settings", "moe.routing.options"),
+    # What the predictions are told must not come from what they judge.
+    "moe.facts": ("moe.plan", "comm.analytic", "comm.placement"),
+    "moe.placed": ("moe.routings", "comm.analytic"),
+    "moe.jobs.predict": (*("moe.settings", "moe.version", "comm.analytic", "comm.report"),),
+}
 HYDRA_ALLOWED = {"moe.config", "moe.conf_files", "moe.__main__"}
 
 
@@ -87,3 +111,5 @@ def test_imports_only_what_its_layer_may(name):
 def test_there_is_something_to_check():
     assert len(MODULES) > 30
     assert "torch" in imported(ROOT / "comm" / "spawn.py")  # a late import is seen
+    for prefix in RULES:
+        assert any(matches(name, prefix) for name in MODULES), f"no module for the rule of {prefix}"

@@ -15,7 +15,7 @@ from pathlib import Path
 import faults_below  # noqa: F401  enters its faults in FAULTS
 import faults_counting  # noqa: F401  likewise
 import pytest
-from faults import EVERY, FAULTS, Fault, mask_choices
+from faults import DISPATCHERS, EVERY, FAULTS, Fault, mask_choices
 from run_configs import base_config
 
 from comm.spawn import run_ranks
@@ -66,7 +66,7 @@ def run_cases(world, configs, cases):
     for case in cases:
         name, dispatcher = case
         fault = (FAULTS | CONTROLS)[name]
-        config = replace(configs[fault.run], dispatcher=DispatcherConfig(dispatcher))
+        config = replace(configs[fault.run], dispatcher=DISPATCHERS[dispatcher])
         with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
             fault.plant(patch)
             ends[case] = run_once(world, replace(config, output_dir=f"{folder}/run"))

@@ -309,3 +309,31 @@ def test_gradient_errors_name_the_worst_first() -> None:
         gradient_errors({**measured, "x": measured["x"][:2]}, reference)
     measured["x"][0, 0] = math.nan
     assert list(gradient_errors(measured, reference))[0] == "x"
+
+
+def test_the_router_s_gradient_may_vanish() -> None:
+    """One choice whose weight is divided by itself: noise, which a floor keeps from the verdict."""
+    shape = small("kimi_k3", top_k=1)
+    x, (ids, _) = inputs(shape, 6), routing(shape, 6)
+    found = reference_gradients(shape, 5, 6, x, ids, torch.ones_like(x), torch.float32)
+    assert found.router_weight.norm() < 1e-4 * found.router_floor
+    noise = {"router.weight": found.router_weight + 1e-5 * found.router_floor}
+    reference = {"router.weight": found.router_weight}
+    assert gradient_errors(noise, reference)["router.weight"] > 0.1
+    floors = {"router.weight": found.router_floor}
+    assert gradient_errors(noise, reference, floors)["router.weight"] < 1e-3
+
+
+def test_the_floor_is_about_the_size_of_an_ordinary_gradient() -> None:
+    shape = small("deepseek_v3")
+    x, (ids, _) = inputs(shape, 64), routing(shape, 64)
+    found = reference_gradients(shape, 5, 6, x, ids, torch.randn(x.shape), torch.float32)
+    rms = found.router_weight.norm() / shape.num_experts**0.5
+    assert 0.3 * rms < found.router_floor < 3 * rms
+
+
+@pytest.mark.parametrize("wires", [(2**-4, 2**-8, 2**-8), (0.0, 0.0, 0.0)])
+def test_the_bound_admits_rounding_and_no_lost_gradient(wires: tuple[float, ...]) -> None:
+    assert sum(wires) < gradient_bound(wires, 2**-8) < 0.5
+    assert gradient_bound(wires, 2**-24) < gradient_bound(wires, 2**-8)
+    assert gradient_bound([2 * wire for wire in wires], 2**-8) >= gradient_bound(wires, 2**-8)

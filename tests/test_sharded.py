@@ -13,6 +13,7 @@ from gradient_bodies import (
     Gradients,
     assembled,
     by_expert,
+    infer,
     join_shards,
     plain,
     train,
@@ -47,6 +48,9 @@ for mode in ("gather", "all"):
     ]
 
 
+OTHERS = ("two_hop", "hierarchical_allgather", "padded")  # inside a lane they are as any other
+
+
 @cache
 def trained(world_size: int) -> list[tuple[Case, list[Gradients]]]:
     cases = CASES[world_size]
@@ -68,6 +72,29 @@ def test_outputs_and_gradients_equal_the_unsharded_run(world_size: int) -> None:
         for mine, theirs in zip(found.layers, wanted.layers, strict=True):
             errors |= gradient_errors(mine, theirs)
         assert max(errors.values()) < FP32_BOUND, (case, errors)
+
+
+def test_any_strategy_may_work_inside_a_lane() -> None:
+    cases = [Case(name, (3, 1, 4, 0, 5, 2), expert_tp=2, chunks=2) for name in OTHERS]
+    ranks = run_ranks(train, 6, cases, preload=PRELOAD, deadline_s=300)
+    for case, results in zip(cases, zip(*ranks, strict=True), strict=True):
+        found, wanted = assembled(case, list(results), join_shards), by_expert(case, plain(case))
+        errors = gradient_errors(
+            {"x": found.x, "experts.output": found.output, **found.layers[0]},
+            {"x": wanted.x, "experts.output": wanted.output, **wanted.layers[0]},
+        )
+        assert max(errors.values()) < FP32_BOUND, (case, errors)
+
+
+def test_chunks_that_overlap_give_the_same() -> None:
+    """In inference mode phases are begun and finished apart; under autograd they are not."""
+    cases = [case for case in CASES[4] if case.chunks > 1]
+    assert {case.mode for case in cases} == {"gather", "all"}
+    overlapping = run_ranks(infer, 4, cases, preload=PRELOAD, deadline_s=300)
+    at_once = {case: results for case, results in trained(4)}
+    for index, case in enumerate(cases):
+        for rank, result in enumerate(at_once[case]):
+            assert torch.equal(overlapping[rank][index], result.output), (case, rank)
 
 
 @pytest.mark.parametrize("mode", ["gather", "all"])

@@ -1,4 +1,4 @@
-"""The uniform router is uniform, without replacement, and the same on any number of ranks."""
+"""Uniform ids are uniform, without replacement, and the same on any number of ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from moe.synthetic import ROUTERS, _scaled, token_hidden, topk_ids
+from moe.synthetic import _scaled, token_hidden, topk_ids
 
 
 def test_golden_ids() -> None:
@@ -122,8 +122,3 @@ def test_hidden_golden() -> None:
     assert token_hidden(0, 0, 0, 1, 3)[0].tolist() == pytest.approx(
         [-1.126166, 0.931173, -1.298536], abs=1e-6
     )
-
-
-def test_a_router_with_a_law_chooses_the_ids() -> None:
-    assert ROUTERS["uniform"].law == "uniform" and ROUTERS["uniform"].choose is topk_ids
-    assert ROUTERS["learned"].law is None and ROUTERS["learned"].choose is None

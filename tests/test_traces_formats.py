@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from trace_files import (
     COUNT_FORMATS,
     COUNTS,
@@ -103,15 +104,10 @@ def test_a_task_of_an_archive(tmp_path: Path) -> None:
         read_trace(path.parent / "low")
 
 
-def test_the_order_of_ranks_is_by_number(tmp_path: Path) -> None:
+def test_files_of_a_folder_are_ordered_by_number(tmp_path: Path) -> None:
     """rank 10 comes after rank 2."""
-    from trace_files import jsonl
-
     for rank in (10, 2):
-        jsonl(
-            tmp_path / f"t_{rank}.jsonl",
-            [{"step": 0, "layer": 0, "rank": rank, "top_indices": [[rank, 20]]}],
-        )
+        torch.save([torch.tensor([[rank, 20]])], tmp_path / f"replay_{rank}.pt")
     assert read_trace(tmp_path).topk_ids[0, :, 0].tolist() == [2, 10]
 
 

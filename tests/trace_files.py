@@ -65,7 +65,7 @@ def wideep(folder: Path) -> Path:
     by_step = np.stack([IDS[:, s * T : (s + 1) * T] for s in range(STEPS)])
     weights = np.stack([WEIGHTS[:, s * T : (s + 1) * T] for s in range(STEPS)])
     header = json.dumps({"model": "m", "num_experts": E, "top_k": K, "ranks": 2, "source": "test"})
-    np.savez(
+    np.savez_compressed(
         folder / "routing.npz",
         topk_ids=by_step.astype(np.int32),
         topk_weights=weights,

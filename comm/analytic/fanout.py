@@ -260,7 +260,7 @@ class NestedHits:
             around = _experts(ranks)
             for size, rows, num_ranks in ranks:
                 nested = count * num_ranks * rows * node_rows
-                pairs += 2 * nested * (q(around) - q(around + size))
+                pass
         total = q(0)
         return float(Fraction(pairs, total) - Fraction(missed, total) ** 2)
 

@@ -108,25 +108,27 @@ def _shape(lane: Lane) -> tuple[int, int]:
     return len(lane.ranks), len(lane.ranks) + len(lane.nodes)
 
 
-def _tier(paths: Paths, src: NDArray[np.int64], dst: NDArray[np.int64]) -> NDArray[np.int64]:
-    """LinkTier of each pair of two arrays of ranks that broadcast."""
-    near = np.where(paths.node[src] == paths.node[dst], LinkTier.SCALE_UP, LinkTier.SCALE_OUT)
-    tier: NDArray[np.int64] = np.where(src == dst, LinkTier.SELF, near)
+def _tier(paths: Paths, src: NDArray[np.int64], dst: NDArray[np.int64]) -> NDArray[np.int8]:
+    """LinkTier of each pair of two arrays of ranks that broadcast; small numbers: many pairs."""
+    node = paths.node.astype(np.int32)
+    tier = np.full(np.broadcast_shapes(src.shape, dst.shape), LinkTier.SCALE_OUT, np.int8)
+    tier[node[src] == node[dst]] = LinkTier.SCALE_UP
+    tier[src.astype(np.int32) == dst.astype(np.int32)] = LinkTier.SELF
     return tier
 
 
-def _add(tiers: NDArray[np.int16], tier: NDArray[np.int64], blocks: slice) -> None:
+def _add(tiers: NDArray[np.int16], tier: NDArray[np.int8], blocks: slice) -> None:
     for one in LinkTier:
         tiers[one, :, blocks] += tier == one
 
 
 def _scopes(tiers: NDArray[np.int16]) -> NDArray[np.int16]:
-    return np.stack([tiers[list(scope)].sum(axis=0, dtype=np.int16) for scope in SCOPES.values()])
+    return np.stack([sum(tiers[tier] for tier in scope) for scope in SCOPES.values()])
 
 
-def scope_sums(paths: Paths, cells: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[scope] sums of cells [src, dst]; scopes are the same for both directions of a pair."""
+def sums_by_receiver(paths: Paths, cells: NDArray[np.integer]) -> NDArray[np.int64]:
+    """[scope, dst] sums over sources of cells [src, dst]."""
     ranks = np.arange(paths.world_size)
     tier = _tier(paths, ranks[:, None], ranks[None])
-    by_tier = [int(cells[tier == one].sum()) for one in LinkTier]
-    return np.array([sum(by_tier[tier] for tier in scope) for scope in SCOPES.values()], np.int64)
+    by_tier = [(cells * (tier == one)).sum(axis=0, dtype=np.int64) for one in LinkTier]
+    return np.stack([sum(by_tier[tier] for tier in scope) for scope in SCOPES.values()])

@@ -133,7 +133,18 @@ class Tokens:
     def rows(self, pattern_of: Callable[[Lane], Pattern], by_rank: bool) -> list[LayerRows]:
         """The rows of every layer; by_rank: also by destination, for patterns without hops."""
         patterns = [pattern_of(lane) for lane in self.lanes]
-        return [self._layer_rows(layer, patterns, by_rank) for layer in range(self.run.num_layers)]
+        found: dict[tuple[bytes, ...], LayerRows] = {}
+        rows = []
+        for layer, place in enumerate(self.layers):
+            variant = self.law.variant[:, layer] if isinstance(self.law, Weighted) else np.zeros(0)
+            key = (
+                place.expert.tobytes(), place.position.tobytes(),
+                variant.tobytes(), self.active[:, layer].tobytes(),
+            )  # fmt: skip
+            if key not in found:
+                found[key] = self._layer_rows(layer, patterns, by_rank)
+            rows.append(found[key])
+        return rows
 
     def _layer_rows(self, layer: int, patterns: Sequence[Pattern], by_rank: bool) -> LayerRows:
         ranks = len(self.lanes[0].ranks)

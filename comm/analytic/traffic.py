@@ -30,10 +30,10 @@ from numpy.typing import NDArray
 from comm.analytic.choices import capacity
 from comm.analytic.law import Law, NoLaw
 from comm.analytic.paths import TWO_HOPS, Paths, shard_mates, slots_on_rank
-from comm.analytic.patterns import SCOPES, Lane, Pattern, dispatched, gathered, scope_sums
+from comm.analytic.patterns import SCOPES, Lane, Pattern, dispatched, gathered, sums_by_receiver
 from comm.analytic.populations import Destinations, LayerRows, Tokens
 from comm.analytic.row_laws import Population, RowLaw
-from comm.analytic.rows import KINDS, PAYLOAD_KINDS, ROW_PHASES, counts_bytes, row_bytes
+from comm.analytic.rows import KINDS, PAYLOAD_KINDS, PHASES, ROW_PHASES, counts_bytes, row_bytes
 from comm.analytic.run import IntArray, RunShape
 from comm.analytic.serving import Unlawful
 
@@ -246,30 +246,38 @@ def _fixed_bytes(run: RunShape, paths: Paths) -> NDArray[np.int64]:
     shape = (run.num_layers, len(run.directions), len(present), len(KINDS), len(SCOPES))
     fixed = np.zeros(shape, np.int64)
     counts, padding = KINDS.index("counts"), KINDS.index("padding")
-    own_lane, mates = paths.same_lane, shard_mates(run) | np.eye(run.world_size, dtype=bool)
-    group = np.arange(run.world_size) // run.group_size
-    # n dispatches reach every rank of the group, one dispatch those of the lane.
-    asked = group[:, None] == group if run.shifts > 1 else own_lane
-    hops = asked.astype(np.int64)
-    if run.dispatcher in TWO_HOPS:
-        hops = hops + (own_lane & paths.same_node)
-    pairs = {"dispatch": hops, "combine": own_lane, "tp_gather": mates}
-    times = run.num_steps * run.chunks
-    row = _bytes_per_row(run, ("dispatch", "combine"))
-    payload = row[..., [KINDS.index(kind) for kind in PAYLOAD_KINDS]].sum(axis=-1)  # [D, P]
+    pairs = _announced(run, paths)
+    # Who sends to a rank is the same in all layers; what it owns is not.
+    senders = {phase: sums_by_receiver(paths, pairs[phase]) for phase in present if phase in pairs}
+    payload = _bytes_per_row(run, PHASES)[..., [KINDS.index(kind) for kind in PAYLOAD_KINDS]]
+    row = payload.sum(axis=-1)  # [D, P]
+    rooms = []
+    if run.dispatcher == "padded":
+        room = run.num_steps * capacity(run).sum(axis=0)[:, None]
+        rooms = [sums_by_receiver(paths, room * (pairs[phase] > 0)) for phase in PHASES]
     for layer in range(run.num_layers):
         slots = slots_on_rank(run, paths, layer)
-        for phase, allowed in pairs.items():
-            if phase in present:
-                size = [
-                    counts_bytes(run.dispatcher, int(n), phase=phase, deduplicate=run.deduplicate)
-                    for n in slots
-                ]
-                cells = times * scope_sums(paths, allowed * np.array(size, np.int64))
-                fixed[layer, 0, present.index(phase), counts] = cells
-        if run.dispatcher == "padded":
-            room = run.num_steps * capacity(run).sum(axis=0)[:, None] * slots  # [src, dst]
-            for p, allowed in enumerate((asked, own_lane)):  # dispatch, combine
-                rows = scope_sums(paths, np.where(allowed, room, 0))
-                fixed[layer, :, p, padding] = payload[:, p, None] * rows
+        values, of_rank = np.unique(slots, return_inverse=True)
+        for phase, by_receiver in senders.items():
+            sizes = [
+                counts_bytes(run.dispatcher, int(n), phase=phase, deduplicate=run.deduplicate)
+                for n in values
+            ]
+            message = run.num_steps * run.chunks * np.array(sizes, np.int64)[of_rank.ravel()]
+            fixed[layer, 0, present.index(phase), counts] = by_receiver @ message
+        for p, by_receiver in enumerate(rooms):  # dispatch, combine
+            fixed[layer, :, p, padding] = row[:, p, None] * (by_receiver @ slots)
     return fixed
+
+
+def _announced(run: RunShape, paths: Paths) -> dict[str, NDArray[np.int8]]:
+    """[src, dst] counts messages of a pair in each phase, told by the rank that computes: dst."""
+    rank = np.arange(run.world_size)
+    own_lane = paths.same_lane.astype(np.int8)
+    group = rank // run.group_size
+    # n dispatches reach every rank of the group, one dispatch those of the lane.
+    asked = (group[:, None] == group).astype(np.int8) if run.shifts > 1 else own_lane
+    if run.dispatcher in TWO_HOPS:
+        asked = asked + own_lane * paths.same_node
+    mates = shard_mates(run).astype(np.int8) + np.eye(run.world_size, dtype=np.int8)
+    return {"dispatch": asked, "combine": own_lane, "tp_gather": mates}

@@ -193,12 +193,21 @@ class Dispatcher(ABC, Generic[Handle]):
         return self.combine_async(expert_output, handle).wait()
 
     def combine_async(self, expert_output: Tensor, handle: Handle) -> Pending[Tensor]:
-        """Begin a combine; under autograd it is done at once."""
+        """Begin a combine; under autograd it is done at once.
+
+        Raises ValueError for rows with a gradient that the dispatched rows cannot take on: ranks
+        without experts would not know of it, and the others would wait for them in backward.
+        """
         if torch.is_grad_enabled() and (
             expert_output.requires_grad or handle.weights.requires_grad
         ):
             from comm.dispatch.autograd import combine_with_grad
 
+            if not handle.weights.requires_grad:
+                raise ValueError(
+                    "expert_output requires grad, and what was dispatched does not: on every rank,"
+                    " hidden or topk_weights must require grad, or torch.no_grad() be around both"
+                )
             return Pending(lambda: combine_with_grad(self, expert_output, handle))
         pending = self.timed("combine", lambda: self._start_combine(expert_output, handle))
         return Pending(lambda: pending.wait().output)

@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from comm.report.answer import LABEL
-from comm.report.layout import Line, labelled, table, title, wrap
+from comm.report.answer import labelled_facts
+from comm.report.layout import Line, table, title, wrap
 from comm.report.units import format_bytes
 
 REMARK = "what other programs would call the bytes of one dispatch of this routing"
+REMOTE = "without what stays on the token's own rank; of nodes, on its own node"
 PRINTED_BY_WIDTH = 36
 
 
@@ -35,4 +36,4 @@ def conventions(
     header = ("numerator", "rows a token", "a rank", "printed by".ljust(words))
     lines = title("CONVENTIONS", remark, width) + table(header, rows)
     legend = f"payload of {wire} rows in one layer and step, one way, of the mean rank{of}"
-    return lines + labelled("  a rank", legend, width, LABEL)
+    return lines + labelled_facts({"a rank": legend, "remote": REMOTE}, width)

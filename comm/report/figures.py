@@ -90,7 +90,7 @@ def full_scale(record: Record, width: int) -> list[Line]:
         ]
     )
     lines += table(header, rows, bold_last=True)
-    legend = f"top_k x {full['hidden_size']} x 2 B each way, dispatch and combine"
+    legend = f"top_k x {full['hidden_size']} x 2 B each way"
     if full["payload_width"] != full["hidden_size"]:
         legend += (
             f"; with the {full['payload_width']} values really sent"

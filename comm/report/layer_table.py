@@ -51,26 +51,28 @@ def layer_table(record: Mapping[str, Any], width: int) -> list[Line]:
     """The table in at most `width` columns."""
     body, totals = body_rows(record), total_rows(record)
     choices = _choices(_columns(record, [*body, *totals]), totals)
-    for columns, unit, (inner, outer) in itertools.product(choices, _units(record), GAPS):
-        grid = [[column.cell(row, unit) for column in columns] for row in (*body, *totals)]
-        header = _header(columns, BYTE_UNITS[unit[0]])
-        widths = column_widths([*header, *grid])
-        gaps = [
-            inner if before.group == column.group else outer
-            for before, column in itertools.pairwise((columns[0], *columns))
-        ]
-        if sum(widths) + sum(gaps) <= width:
-            groups = _groups(columns, widths, gaps, BYTE_UNITS[unit[0]])
-            head = [groups, *(align(cells, widths, gaps, LEFT) for cells in header)]
-            lines = [align(cells, widths, gaps, LEFT) for cells in grid]
-            return _draw(head, lines, [*body, *totals], len(totals), gaps[0])
+    for units, columns in itertools.product(_units(record), choices):
+        for unit, (inner, outer) in itertools.product(units, GAPS):
+            grid = [[column.cell(row, unit) for column in columns] for row in (*body, *totals)]
+            header = _header(columns, BYTE_UNITS[unit[0]])
+            widths = column_widths([*header, *grid])
+            gaps = [
+                inner if before.group == column.group else outer
+                for before, column in itertools.pairwise((columns[0], *columns))
+            ]
+            if sum(widths) + sum(gaps) <= width:
+                groups = _groups(columns, widths, gaps, BYTE_UNITS[unit[0]])
+                head = [groups, *(align(cells, widths, gaps, LEFT) for cells in header)]
+                lines = [align(cells, widths, gaps, LEFT) for cells in grid]
+                return _draw(head, lines, [*body, *totals], len(totals), gaps[0])
     if width < NARROWEST:
         raise ValueError(f"width={width} is too narrow for the table; it needs about {NARROWEST}")
     return layer_table(record, width + 10)  # rather too wide than no page for a run that went wrong
 
 
-def _units(record: Mapping[str, Any]) -> list[Unit]:
-    """Common units to try: the one that suits a layer, with ever fewer decimals, then coarser ones.
+def _units(record: Mapping[str, Any]) -> list[list[Unit]]:
+    """Common units to try: that which suits a layer, then coarser ones; each with ever fewer
+    decimals.
 
     Bytes only where every figure is below UNIT_LIMIT of them.
     """
@@ -79,20 +81,20 @@ def _units(record: Mapping[str, Any]) -> list[Unit]:
         layers[entry["layer"]] += sum(cell["measured_bytes"] for cell in entry["cells"])
     most, coarsest = max(layers.values()), len(BYTE_UNITS) - 1
     first = next((u for u in range(1, coarsest) if most < UNIT_LIMIT * 1000**u), coarsest)
-    units = list(itertools.product(range(first, coarsest + 1), (2, 1, 0)))
+    units = [[(power, decimals) for decimals in (2, 1, 0)] for power in range(first, coarsest + 1)]
     whole = sum(cell["measured_bytes"] for cell in record["totals"]["cells"])
-    return [(0, 0), *units] if whole < UNIT_LIMIT else units
+    return [[(0, 0)], *units] if whole < UNIT_LIMIT else units
 
 
 def _choices(columns: Sequence[Column], totals: Sequence[Row]) -> list[list[Column]]:
-    """Columns to try, ever fewer: all, those of kinds that were sent, two of them as one."""
-    fine = [column for column in columns if column.kind not in INSTEAD]
-    sent = [column for column in fine if not _unsent(column, totals)]
-    parts = {kind for kinds in INSTEAD.values() for kind in kinds}
-    merged = [
-        column for column in columns if column.kind not in parts and not _unsent(column, totals)
-    ]
-    return [fine, sent, merged]
+    """Columns to try, ever fewer: all, those of kinds that were sent, some of them as one."""
+    choices = [[column for column in columns if column.kind not in INSTEAD]]
+    sent = [column for column in columns if not _unsent(column, totals)]
+    for merged in range(len(INSTEAD) + 1):
+        names, others = list(INSTEAD)[:merged], list(INSTEAD)[merged:]
+        gone = {*others, *(part for name in names for part in INSTEAD[name])}
+        choices.append([column for column in sent if column.kind not in gone])
+    return choices
 
 
 def _unsent(column: Column, totals: Sequence[Row]) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 KIND_COLUMNS = {
     "payload": ("hidden", "scales"),
+    "metadata": ("ids", "weights", "counts"),
     "hidden": ("hidden",),
     "scales": ("scales",),
     "ids + weights": ("ids", "weights"),
@@ -21,7 +22,8 @@ KIND_COLUMNS = {
     "beside": ("expert_weights", "gradients"),
 }
 OPTIONAL_KINDS = ("padding", "beside")  # columns of runs that have them
-INSTEAD = {"payload": ("hidden", "scales")}  # one column for two where a page is too narrow
+# One column for two where a page is too narrow, the first one first.
+INSTEAD = {"payload": ("hidden", "scales"), "metadata": ("ids + weights", "counts")}
 OUTSIDE = ("rebalance", "grad_sync")  # moved beside the tokens: shown, and in no sum of theirs
 TIER_WORDS = {"self": "self", "scale_up": "inside node", "scale_out": "between nodes"}
 MAX_LAYERS = 8  # more are folded
