@@ -42,7 +42,7 @@ from comm.barrier import Barrier, Peer, refusal
 from comm.wire import Parts
 from comm.world import RankGroup
 
-SPAN_BYTES = 1 << 42  # addresses, not memory: of 128 TiB that a process has, a window takes 4
+SPAN_BYTES = 1 << 40  # addresses, not memory: a process has 128 TiB, a transport takes one
 AREAS = {"words": 1, "ids": 4, "rows": 59}  # what a copy is divided into, in 64ths
 TAG_WORDS = 4  # what each rank says about a round: it must mean the same as the others
 STEP_BYTES = 64 << 20  # memory is asked for in steps, each after a look at what is left
@@ -83,6 +83,7 @@ class Window:
             2, self.size, TAG_WORDS
         )
         self._areas = _divide(span, self.size, tags_at + self._tags.nbytes)
+        self._tables: dict[tuple[int, str, int], Tensor] = {}
         self._reserved: dict[tuple[int, str, int, int], int] = {}
         self._round, self._open = 0, False
 
@@ -130,9 +131,15 @@ class Window:
 
     def table(self, area: str, row_bytes: int) -> Tensor:
         """All regions: uint8 [R * stride, b]. What nobody put reads as zeros or stale rows."""
-        num_rows = self.size * self.stride(area, row_bytes)
-        start = self._areas[self._copy][area].start
-        return self._bytes[start : start + num_rows * row_bytes].view(num_rows, row_bytes)
+        key = (self._copy, area, row_bytes)
+        table = self._tables.get(key)
+        if table is None:
+            num_rows = self.size * self.stride(area, row_bytes)
+            start = self._areas[self._copy][area].start
+            with torch.inference_mode(False):  # it is used with and without
+                table = self._bytes[start : start + num_rows * row_bytes].view(num_rows, row_bytes)
+            self._tables[key] = table
+        return table
 
     def words(self, area: str, dtype: type) -> np.ndarray:
         """All regions as numbers: [R, stride]."""

@@ -67,6 +67,7 @@ def manifest(
         "model": config.model.name,
         "scale": config.scale.name,
         "router": config.router.name,
+        "router_notes": list(getattr(plan.routing, "notes", ())),
         "placement": config.placement.name,
         "dispatcher": config.dispatcher.name,
         "wire": asdict(config.wire),

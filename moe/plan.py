@@ -197,7 +197,14 @@ def _placements(config: Config, shape: ModelShape) -> tuple[ExpertPlacement, ...
     wanted, positions = config.placement, config.num_positions
     if wanted.name == "file":
         assert wanted.path is not None  # validated
-        layers = read_placement(wanted.path, shape.num_moe_layers, shape.num_experts, positions)
+        model = config.model  # the file is of all its layers, a run takes the first of them
+        layers = read_placement(
+            wanted.path,
+            model.num_moe_layers,
+            model.num_experts,
+            positions,
+            num_dense_layers=model.num_dense_layers,
+        )
         return tuple(
             placement_from_slots("file", shape.num_experts, *slots)
             for slots in layers[: shape.num_moe_layers]

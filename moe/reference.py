@@ -158,7 +158,12 @@ def reference_gradients(
         experts = [weight for pair in used.values() for weight in pair]
         leaves = [inputs, router, output.routed, *others.values(), *experts]
         grad = grad_hidden.to(inputs).clone()
-        found = iter(torch.autograd.grad(output.hidden, leaves, grad, materialize_grads=True))
+        # Without any expert the routed part is a constant, and has no gradient of its own.
+        moving = [one for one in leaves if one.requires_grad]
+        moved = iter(torch.autograd.grad(output.hidden, moving, grad, materialize_grads=True))
+        found = iter(
+            [next(moved) if one.requires_grad else torch.zeros_like(one) for one in leaves]
+        )
     return ReferenceGradients(
         x=next(found),
         router_weight=next(found),

@@ -52,7 +52,7 @@ class Booking:
     parts: list
     out: list[int]
     back: list[int]
-    ranks: np.ndarray | slice = EVERY_RANK
+    ranks: np.ndarray | slice
     empty: list[int] | None = None
 
     @property

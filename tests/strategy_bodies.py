@@ -136,7 +136,8 @@ def trip(world, case):
         output.retain_grad()
     combined = dispatcher.combine(output, arrived.handle)
     if case.training:
-        (combined * gradient_of_output(world, combined.shape)).sum().backward()
+        back = gradient_of_output(world, combined.shape).to(case.dtype)
+        (combined * back).sum().backward()
         seen |= {
             "hidden_grad": hidden.grad,
             "weights_grad": weights.grad,

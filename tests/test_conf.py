@@ -1,15 +1,20 @@
 """The files of conf/: each option composes and is valid, and an installed WideEP has them all."""
 
+import json
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
+from comm.dispatch import DISPATCHERS
+from comm.placement import PLACEMENTS
 from moe.conf_files import conf_dir, default_options, options
 from moe.config import compose
+from moe.routing import SOURCES
 from moe.settings import keys
 
 ROOT = Path(__file__).parent.parent
@@ -18,16 +23,43 @@ MOE_SHAPED = '{"hidden_size": 8, "moe_intermediate_size": 8, "num_hidden_layers"
  "num_experts": 4, "num_experts_per_tok": 2, "model_type": "mixtral"}'
 
 
+def files_of(group: str, option: str, folder: Path) -> list[str]:
+    """Words that an option asks for, and the file that it reads: mixtral_8x7b in one layer."""
+    small = ["model=mixtral_8x7b", "layers=1"]
+    if (group, option) == ("model", "hf"):
+        (folder / "config.json").write_text(MOE_SHAPED)
+        return [f"model.path={folder}"]
+    if (group, option) == ("placement", "file"):
+        (folder / "map.json").write_text(json.dumps({"physical_to_logical_map": [[*range(8)]]}))
+        return [*small, f"placement.path={folder / 'map.json'}"]
+    if (group, option) == ("router", "replay"):
+        np.save(folder / "ids.npy", np.array([[[0, 5]], [[7, 2]]], np.int32))
+        return [*small, f"router.path={folder / 'ids.npy'}"]
+    if (group, option) == ("router", "counts"):
+        (folder / "counts.json").write_text(json.dumps({"logical_count": [[3, 1] * 4]}))
+        return [*small, f"router.path={folder / 'counts.json'}"]
+    return []
+
+
 @pytest.mark.parametrize(
     ("group", "option"), [(group, option) for group in GROUPS for option in options(group)]
 )
 def test_every_option_composes_and_carries_its_name(group, option, tmp_path):
-    words = [f"{group}={option}"]
-    if option == "hf":
-        (tmp_path / "config.json").write_text(MOE_SHAPED)
-        words.append(f"model.path={tmp_path}")
+    words = [f"{group}={option}", *files_of(group, option, tmp_path)]
     name = getattr(compose(words), group).name
     assert name == ("mixtral" if option == "hf" else option)
+
+
+def test_every_entry_of_a_catalogue_is_an_option_and_the_other_way_round():
+    assert set(options("router")) == set(SOURCES)
+    assert set(options("dispatcher")) == set(DISPATCHERS)
+    assert set(options("placement")) == {*PLACEMENTS, "balance", "file"}
+
+
+def test_every_file_says_in_its_first_line_what_it_is():
+    for path in conf_dir().rglob("*.yaml"):
+        first = path.read_text().splitlines()[0]
+        assert first.startswith("# ") and len(first) > 20, path
 
 
 def test_every_folder_is_a_group_and_every_group_a_folder_with_a_default():

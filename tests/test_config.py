@@ -23,6 +23,21 @@ def test_the_default_run():
     assert (config.router.name, config.dispatcher.name) == ("uniform", "rank_dedup")
     assert (config.placement.name, config.wire.dispatch) == ("contiguous", "bf16")
     assert config.world_size == 8 and config.tokens_per_rank == (64,) * 8
+    assert (config.mode, config.chunks, config.expert_tp) == ("inference", 1, 1)
+    assert config.ep_size is None and config.group_size == config.num_positions == 8
+
+
+def test_groups_and_the_positions_of_a_lane():
+    config = compose(["ranks=12", "ep_size=6", "expert_tp=3"])
+    assert (config.group_size, config.num_positions) == (6, 2)
+
+
+def test_predict_imagines_a_group_of_ranks():
+    """Nobody is started, so the size of the group is the number of ranks."""
+    assert compose(["job=predict", "ep_size=16"]).world_size == 16
+    assert compose(["job=predict", "ranks=4"]).world_size == 4
+    assert compose(["job=predict"]).world_size == 8
+    assert refusal("ep_size=16").startswith("ep_size=16: must divide the 8 ranks; nearest: 8")
 
 
 def test_a_configuration_is_frozen_and_made_of_plain_values():
@@ -62,7 +77,8 @@ def test_wire_names_are_those_of_the_wire():
     [
         (
             "dispatcher=rankdedup",
-            "dispatcher=rankdedup: no such dispatcher; choose all_to_all, allgather, rank_dedup"
+            "dispatcher=rankdedup: no such dispatcher; choose all_to_all, allgather,"
+            " hierarchical_allgather, one_sided, padded, rank_dedup, two_hop"
             " (did you mean rank_dedup?)",
         ),
         (
@@ -74,10 +90,47 @@ def test_wire_names_are_those_of_the_wire():
             "ranks_per_node=4: no such key (did you mean topology.ranks_per_node?);"
             " wideep --help lists them",
         ),
-        ("job=emulat", "job=emulat: no such job; choose bench, emulate (did you mean emulate?)"),
+        (
+            "job=emulat",
+            "job=emulat: no such job; choose bench, emulate, predict (did you mean emulate?)",
+        ),
         ("hydra.verbose=true", "hydra.verbose=true: no such key; wideep --help lists them"),
         ("model.top_k.a=3", "model.top_k.a=3: no such key (did you mean model.top_k?)"),
-        ("wire=mxfp8", "wire=mxfp8: wire has parts; set wire.dispatch or wire.combine"),
+        (
+            "wire=mxfp8",
+            "wire=mxfp8: wire has parts; set wire.dispatch or wire.combine or wire.backward",
+        ),
+        ("router.exponant=2", "router.exponant=2: no such key (did you mean router.exponent?)"),
+        ("router=zpif", "router=zpif: no such router; choose balanced, counts, group_limited"),
+        ("router=markov router.reuse=2", "router.reuse=2.0: must be in 0 .. 1; nearest: 1"),
+        ("router=markov router.reuse=x", "router.reuse=x: must be a number"),
+        ("router=markov router.reuse=nan", "router.reuse=nan: must be in 0 .. 1; nearest: 0"),
+        ("router=zipf router.order=ids", "router.order='ids': must be one of seeded, id"),
+        ("router=hot_rank router.hot_rank=8", "router.hot_rank=8: must be in 0 .. 7; nearest: 7"),
+        ("placement=balanced", "placement=balanced: no such placement; choose balance, contiguous"),
+        (
+            "placement=balance placement.num_redundant_experts=-1",
+            "placement.num_redundant_experts=-1: must be >= 0",
+        ),
+        (
+            "placement=balance placement.replica_choice=near",
+            "placement.replica_choice=near: no such replica_choice; choose nearest, random, round",
+        ),
+        (
+            "dispatcher=padded dispatcher.capacity_factor=x",
+            "dispatcher.capacity_factor=x: must be a number",
+        ),
+        (
+            "dispatcher=one_sided dispatcher.deduplicate=2",
+            "dispatcher.deduplicate=2: must be true or false",
+        ),
+        ("mode=train", "mode=train: no such mode; choose inference, training (did you mean train"),
+        ("mode=training wire.backward=fp8", "wire.backward=fp8: no such wire format; choose bf16"),
+        ("chunks=0", "chunks=0: must be >= 1"),
+        ("ep_size=0", "ep_size=0: must be >= 1"),
+        ("ep_size=x", "ep_size=x: must be an integer or null"),
+        ("expert_tp=0", "expert_tp=0: must be >= 1"),
+        ("expert_tp_mode=some", "expert_tp_mode=some: no such expert_tp_mode; choose all, gather"),
         ("wire.combine=fp8", "wire.combine=fp8: no such wire format; choose bf16, fp16, fp32, fp8"),
         ("dispatcher=null", "dispatcher=null: no such dispatcher; choose all_to_all"),
         ("dispatcher.name=x", "dispatcher.name=x: no such dispatcher; choose all_to_all"),
@@ -162,10 +215,40 @@ def test_a_refusal_is_one_line_with_name_value_and_rule(overrides, message):
         ("job=bench dtype=bf16", "dtype=bf16: job=bench does not use it; set bench.dtypes"),
         ("job=bench wire.combine=fp32", "wire.combine=fp32: job=bench does not use it"),
         ("bench.warmup=1", "bench.warmup=1: job=emulate does not use it"),
+        ("job=predict dispatcher=padded", "dispatcher=padded: job=predict does not use it"),
+        ("job=predict steps=2", "steps=2: job=predict does not use it"),
+        ("job=bench mode=training", "mode=training: job=bench does not use it"),
+        ("job=bench ep_size=4", "ep_size=4: job=bench does not use it"),
     ],
 )
 def test_a_key_that_the_job_would_ignore_is_refused(overrides, message):
     assert refusal(*overrides.split()) == message
+
+
+def test_a_key_of_another_choice_is_refused():
+    """moe.combinations has the table; a word that changes nothing is refused as well."""
+    for words, message in (
+        ("router.reuse=0.295", "router=uniform does not use it; it belongs to router=markov"),
+        (
+            "dispatcher.capacity_factor=1.25",
+            "dispatcher=rank_dedup does not use it; it belongs to dispatcher=padded",
+        ),
+    ):
+        assert refusal(words) == f"{words}: {message}"
+    assert compose(["router=markov", "router.reuse=0.5"]).router.reuse == 0.5
+    assert compose(["mode=training", "wire.backward=fp32"]).wire.backward == "fp32"
+
+
+def test_what_cannot_be_planned_is_refused_before_any_rank_starts(tmp_path):
+    missing = tmp_path / "nowhere.npz"
+    for words in (
+        ("router=replay", f"router.path={missing}"),
+        ("placement=file", f"placement.path={missing}"),
+    ):
+        said = refusal(*words)
+        assert str(missing) in said and "no such file" in said and "\n" not in said
+    said = refusal("router=skew", "router.max_over_mean=100")
+    assert said.startswith("router.max_over_mean=100.0: from 1.0000 to ")
 
 
 @pytest.mark.parametrize("job", JOBS)

@@ -234,11 +234,13 @@ def test_deviations_add_over_phases_and_kinds_but_variances_over_layers() -> Non
 def test_deviations_of_different_flows_are_added() -> None:
     run = expect(run_shape("rank_dedup", [4] * 4, [0, 0, 1, 0], [4, 4], 3, expert_tp=2))
     assert [flow.name for flow in run.flows] == ["rows", "rows of shards"]
-    moe = run.of("remote", phases=["dispatch", "combine"])
-    shards = run.of("remote", phases=["tp_gather", "tp_reduce"])
-    assert run.of("remote").std == pytest.approx(moe.std + shards.std)
-    assert shards.std == 0  # K copies a token, each to the one other shard
-    assert run.of("scale_out").std > run.of("scale_out", phases=["dispatch", "combine"]).std
+    moe, shards = ["dispatch", "combine"], ["tp_gather", "tp_reduce"]
+    for scope in ("scale_up", "scale_out", "remote"):
+        parts = [run.of(scope, phases=phases).std for phases in (moe, shards)]
+        assert parts[0] > 0 and (parts[1] > 0) == (scope != "remote")
+        assert run.of(scope).std == pytest.approx(sum(parts))
+    # K copies a token, each to the one other shard, which is always remote.
+    assert run.of("remote", phases=shards).std == 0
 
 
 def test_remote_is_a_law_of_its_own() -> None:

@@ -13,15 +13,13 @@ from comm.analytic.fanout import (
     Constant,
     Copies,
     Distinct,
-    GroupHits,
-    NestedHits,
-    WeightedCopies,
     copies_covariance,
     distinct_covariance,
     group_limited_pmf,
     miss_probability,
     two_tier_table,
 )
+from comm.analytic.nested import GroupHits, NestedHits, WeightedCopies
 
 
 def even(num_experts: int, world_size: int) -> list[int]:

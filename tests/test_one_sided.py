@@ -151,7 +151,7 @@ def test_gradients_equal_the_twins_and_plain_autograd(world_size):
         for one, other in zip(mine, theirs, strict=True):
             assert torch.equal(one.x, other.x) and torch.equal(one.output, other.output)
             for layer, same in zip(one.layers, other.layers, strict=True):
-                assert all(torch.equal(layer[weight], same[weight]) for weight in same), weight
+                assert all(torch.equal(layer[weight], same[weight]) for weight in same)
             check_backward(one.meter, other.meter)
         if cases[number].wires == ("fp32",) * 3:
             case = replace(cases[number], dispatcher=twin)

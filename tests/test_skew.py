@@ -9,7 +9,8 @@ import pytest
 from law_simulation import even
 from numpy.typing import NDArray
 
-from comm.analytic.fanout import Copies, Distinct, NestedHits, WeightedCopies
+from comm.analytic.fanout import Copies, Distinct
+from comm.analytic.nested import NestedHits, WeightedCopies
 from comm.analytic.skew import (
     Picks,
     SkewedHits,

@@ -20,6 +20,7 @@ from trace_files import (
     K,
     L,
     esft_archive,
+    esft_text,
     sglang_stat,
 )
 
@@ -138,3 +139,14 @@ def test_reading_warns_of_nothing(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         read_trace(TOKEN_FORMATS["megatron_replay"][0](tmp_path))
+
+
+def test_k_of_esft_is_found_by_what_repeats(tmp_path: Path) -> None:
+    """Every line has an even number of tokens, so 2 K divides them too; but two tokens share."""
+    rng = np.random.default_rng(2)
+    ids = np.stack([rng.choice(12, 6, replace=False) for _ in range(20)])
+    text = esft_text(ids, np.ones(ids.shape), [8, 12])
+    (tmp_path / "expert_weights_1.txt").write_text(text)
+    trace = read_trace(tmp_path)
+    assert isinstance(trace, RouterTrace)
+    assert trace.topk_ids[0].tolist() == ids.tolist()

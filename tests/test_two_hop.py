@@ -43,9 +43,7 @@ def cases_of(nodes, lanes=()):
     return [
         Case(strategy, nodes=nodes, lanes=lanes, training=training, **routing)
         for strategy in STRATEGIES
-        for routing in ROUTINGS
-        for training in (False, True)
-        if not (training and routing.get("dtype"))
+        for routing, training in [(ROUTINGS[0], False), *((each, True) for each in ROUTINGS)]
     ]
 
 
@@ -223,7 +221,7 @@ def test_gradients_are_those_of_one_process(nodes, lanes):
     """Of hidden and weights to rounding (sums in another order), of experts' outputs exactly: a
     power of two times what came back."""
     for case, ranks in results(nodes, lanes):
-        if not case.training or case.wires == LOSSY:
+        if not case.training or case.wires != ("fp32",) * 3:
             continue
         wanted_rows = Counter()
         for source, seen in enumerate(ranks):

@@ -20,13 +20,11 @@ from comm.analytic.fanout import (
     Constant,
     Copies,
     Distinct,
-    GroupHits,
-    NestedHits,
-    WeightedCopies,
     copies_covariance,
     miss_probability,
 )
 from comm.analytic.law import GroupLimited
+from comm.analytic.nested import GroupHits, NestedHits, WeightedCopies
 from comm.analytic.serving import Unlawful
 from comm.analytic.skew import SkewedCopies, SkewedHits
 

@@ -54,6 +54,8 @@ def manifest(record: Record, width: int) -> list[Line]:
         "software": f"torch {about['torch']}, backend {about['backend']} on {about['device']},"
         f" python {about['python']}, {format_count(len(about['hosts']), 'host')}",
     }
+    if about["router_notes"]:
+        facts["routing"] = "; ".join(about["router_notes"])
     return first_line(about, "", width) + labelled_facts(facts, width)
 
 

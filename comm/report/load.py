@@ -61,7 +61,20 @@ def balance(traffic: Any, expert_rows: np.ndarray) -> dict[str, Any]:
         figures[f"rows_by_{owner}_max_over_mean"] = ratio
         figures[f"busiest_{owner}"] = index
         figures[f"busiest_{owner}_layer"] = None if layer is None else traffic.layers[layer]
+    figures["layers"] = [
+        {
+            "layer": layer,
+            "by_rank_max_over_mean": _ratio(received[index]),
+            "by_expert_max_over_mean": _ratio(np.asarray(expert_rows)[index]),
+        }
+        for index, layer in enumerate(traffic.layers)
+    ]
     return figures
+
+
+def _ratio(rows: np.ndarray) -> float | None:
+    """Largest over mean; None where there is nothing."""
+    return float(rows.max() / rows.mean()) if rows.any() else None
 
 
 def _worst(rows: np.ndarray) -> tuple[float | None, int | None, int | None]:
