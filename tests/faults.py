@@ -194,7 +194,10 @@ def more_rows_taken_than_sent(patch):
 
 
 def stale(phase, change):
-    """A transport that alters what arrived in one phase; `before` is what the memory held."""
+    """A transport that alters what arrived in one phase: change(rows, what the memory held before).
+
+    Ids are left as they are: what they name must exist, or a rank would end while others wait.
+    """
 
     def plant(patch):
         def start(original, self, position, message, parts, out, back, *rest):
@@ -202,16 +205,17 @@ def stale(phase, change):
             pending = original(self, position, message, parts, out, back, *rest)
             if position.phase != phase:
                 return pending
-            return Late(pending, lambda rows: change(rows, before))
+            ids = sum(part.shape[1] for kind, part in parts if kind == "ids")
+            return Late(pending, lambda rows: change(rows, before, ids))
 
         around(patch, Transport, "start_all_to_all", start)
 
     return plant
 
 
-def last_row_stale(received, before):
+def last_row_stale(received, before, ids):
     filled = received.any(1).nonzero()[-1:, 0]
-    received[filled] = before[filled]
+    received[filled, ids:] = before[filled, ids:]
     return received
 
 
@@ -230,13 +234,13 @@ def combined_row_stale(patch):
 @fault("correctness", on=SENT)
 def dispatched_rows_swapped(patch):
     """the first and the last dispatched row change places"""
-    stale("dispatch", lambda rows, _: swapped(rows))(patch)
+    stale("dispatch", lambda rows, *_: swapped(rows))(patch)
 
 
 @fault("correctness", on=SENT)
 def combined_rows_swapped(patch):
     """the first and the last combined row change places"""
-    stale("combine", lambda rows, _: swapped(rows))(patch)
+    stale("combine", lambda rows, *_: swapped(rows))(patch)
 
 
 def swapped(rows):

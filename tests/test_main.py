@@ -5,13 +5,17 @@ import signal
 import subprocess
 import sys
 import types
+from dataclasses import fields
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
 
 import moe.__main__ as entry
 from moe.cli import STATUSES, WIDTH, help_text, read_words
+from moe.combinations import BELONGS_TO
 from moe.conf_files import options
+from moe.routing.options import RouterOptions
 from moe.settings import JOBS, ConfigError, keys
 
 ROOT = Path(__file__).parent.parent
@@ -26,7 +30,7 @@ def alone(monkeypatch):
 
 @pytest.fixture
 def job(monkeypatch):
-    """moe.jobs.emulate and bench, which note the call and return or raise what the test says."""
+    """Modules for moe.jobs, which note the call and return or raise what the test says."""
     calls, outcome = [], {"do": lambda: 0}
 
     def run(kind):
@@ -58,6 +62,7 @@ def raises(error: BaseException):
 def test_the_first_word_is_the_job():
     assert read_words(["bench", "ranks=2"]).overrides == ("job=bench", "ranks=2")
     assert read_words(["ranks=2"]).overrides == ("ranks=2",)
+    assert read_words(["predict", "ep_size=16"]).overrides == ("job=predict", "ep_size=16")
     assert read_words(["--check", "emulate"]).flag == "check"
     with pytest.raises(ConfigError, match=r"^benhc: no such job; choose bench, .*mean bench\?\)$"):
         read_words(["benhc"])
@@ -69,6 +74,14 @@ def test_without_torchrun_the_job_is_launched(job):
     assert entry.main(["bench", "ranks=3"]) == 0
     [(kind, config)] = job.calls
     assert (kind, config.job, config.ranks) == ("launch", "bench", 3)
+
+
+def test_a_job_that_starts_no_ranks_needs_no_memory_for_them(job):
+    huge = ["tokens=1000000000", "ranks=64"]
+    assert entry.main(["emulate", *huge]) == 7 and job.calls == []
+    assert entry.main(["predict", *huge]) == 0
+    [(kind, config)] = job.calls
+    assert (kind, config.job, config.ranks) == ("launch", "predict", 64)
 
 
 def test_under_torchrun_the_rank_runs_in_this_process(job, monkeypatch):
@@ -152,6 +165,29 @@ def test_help_names_every_key_choice_and_status():
     for status in STATUSES:
         assert f"\n  {status} " in text
     assert max(map(len, text.splitlines())) <= WIDTH
+
+
+def entry_of(name: str) -> str:
+    """What --help says of one key, as one line."""
+    lines = help_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(f"  {name} = "))
+    rest = takewhile(lambda line: line.startswith(" " * 27), lines[start + 1 :])
+    return " ".join(" ".join([lines[start], *rest]).split())
+
+
+def test_help_says_who_uses_an_option():
+    for one in fields(RouterOptions):
+        users = one.metadata["routers"]
+        assert f"; of {', '.join(users)}" in entry_of(f"router.{one.name}")
+    for name, (decider, values) in BELONGS_TO.items():
+        if not name.startswith("router.") and name != "wire.backward" and len(values) == 1:
+            assert f"{decider}={values[0]}: " in entry_of(name), name
+
+
+def test_help_names_every_job_with_what_it_does():
+    text = help_text()
+    for name, words in JOBS.items():
+        assert f"\n  {name:<10}  {words}\n" in text
 
 
 def test_help_and_version_import_nothing_heavy():
