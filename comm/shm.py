@@ -76,7 +76,8 @@ class Window:
         memory = mmap.mmap(fd, span)
         self.place, self.size = place, len(peers)
         self._fd, self._closed = fd, weakref.finalize(self, os.close, fd)
-        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        with torch.inference_mode(False):  # opened in one mode, it is used in the other
+            self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._barrier = Barrier(memory, 0, place, peers, timeout_s)
         tags_at = Barrier.num_bytes(self.size)
         self._tags = np.frombuffer(memory, np.int64, 2 * self.size * TAG_WORDS, tags_at).reshape(
@@ -136,7 +137,7 @@ class Window:
         if table is None:
             num_rows = self.size * self.stride(area, row_bytes)
             start = self._areas[self._copy][area].start
-            with torch.inference_mode(False):  # it is used with and without
+            with torch.inference_mode(False):
                 table = self._bytes[start : start + num_rows * row_bytes].view(num_rows, row_bytes)
             self._tables[key] = table
         return table

@@ -212,10 +212,17 @@ class _Run:
         for index, layer in enumerate(self.layers):
             ids, weights = self._chosen(step, index, first, tokens)
             inputs.append(pre_norm(x))
-            outputs.append(layer(inputs[-1], ids, weights, first))
+            outputs.append(layer(inputs[-1], ids, weights, self._number(step, first)))
             x = x + outputs[-1].hidden
             self._progress()
         return inputs, outputs, x
+
+    def _number(self, step: int, first: int) -> int:
+        """Of a step's first token, by which replicas are chosen: its global number, and where
+        chance decides one that no other step has, so that steps choose independently."""
+        if self.plan.config.placement.replica_choice == "random":
+            return first + step * int(self.plan.tokens_per_rank.sum())
+        return first
 
     def _chosen(
         self, step: int, layer: int, first: int, tokens: int

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from run_configs import TO_ALL, VARIANTS
 
 from comm import permute
 from comm.analytic.law import NoLaw
@@ -32,24 +33,15 @@ from moe.routing.uniform import UniformSubsets
 from moe.settings import DispatcherConfig
 from moe.synthetic import topk_ids
 
-DISPATCHERS = {
-    "all_to_all": DispatcherConfig("all_to_all"),
-    "rank_dedup": DispatcherConfig("rank_dedup"),
-    "allgather": DispatcherConfig("allgather"),
-    "two_hop": DispatcherConfig("two_hop"),
-    "hierarchical_allgather": DispatcherConfig("hierarchical_allgather"),
-    "padded": DispatcherConfig("padded", capacity_factor=1.25),
-    "renormalized": DispatcherConfig("padded", capacity_factor=0.6, renormalize=True),
-    "one_sided": DispatcherConfig("one_sided"),
-    "deduplicated": DispatcherConfig("one_sided", deduplicate=True),
+DISPATCHERS = VARIANTS | {
+    "renormalized": DispatcherConfig("padded", capacity_factor=0.6, renormalize=True)
 }
-EVERY = tuple(name for name in DISPATCHERS if name != "renormalized")
+EVERY = tuple(VARIANTS)
 PER_COPY = ("all_to_all", "padded", "one_sided")
 BY_RANK = ("rank_dedup", "allgather", "two_hop", "hierarchical_allgather", "deduplicated")
 SENT = ("all_to_all", "rank_dedup", "allgather", "two_hop", "hierarchical_allgather", "padded")
 COMPACT = tuple(name for name in SENT if name != "padded")  # every row that is sent is filled
 SHARED = ("one_sided", "deduplicated")
-TO_ALL = ("allgather", "hierarchical_allgather")  # nothing is left to chance
 CHOSEN = tuple(name for name in EVERY if name not in TO_ALL)
 DRAWN = tuple(name for name in CHOSEN if name != "padded")  # as many bytes whatever is chosen
 

@@ -156,8 +156,7 @@ def transports(case: Case, world: World, meter: TrafficMeter) -> dict[str, Trans
     return {name: Transport(world, meter, world.split(part)) for name, part in parts.items()}
 
 
-def dispatcher_of(case: Case, world: World, meter: TrafficMeter, layer: int) -> Any:
-    roads = transports(case, world, meter)
+def dispatcher_of(case: Case, roads: dict[str, Transport], layer: int) -> Any:
     dispatch, combine, backward = case.formats
     setup = DispatchSetup(
         roads["lane"],
@@ -208,13 +207,15 @@ def own_experts(case: Case, world: World) -> list[int]:
 
 
 def layers_of(case: Case, world: World, meter: TrafficMeter) -> list[MoELayer]:
-    """This rank's share of every layer, a dispatcher and its transports for each chunk."""
+    """This rank's share of every layer, a dispatcher for each chunk."""
     owned, shard = own_experts(case, world), world.rank % case.expert_tp
+    # All layers share a chunk's transports, and so their staging memory, as in a run.
+    roads = [transports(case, world, meter) for _ in range(case.chunks)]
     layers = []
     for index in range(case.num_layers):
         made = {"seed": SEED, "layer": index, "dtype": case.dtype}
         experts = Experts(case.shape, owned, shard=(shard, case.expert_tp), **made)
-        chunks = [dispatcher_of(case, world, meter, index) for _ in range(case.chunks)]
+        chunks = [dispatcher_of(case, road, index) for road in roads]
         replicas = ReplicaOf(case) if case.replicas else None
         layers.append(MoELayer(case.shape, experts, chunks, replicas=replicas, **made))
     return layers
@@ -241,7 +242,7 @@ def infer(world: World, cases: list[Case]) -> list[Tensor]:
 def only_experts_train(world: World, case: Case) -> str:
     """What is said when neither hidden states nor weights require gradients, and experts do."""
     meter = TrafficMeter(1, world.world_size)
-    dispatcher = dispatcher_of(case, world, meter, 0)
+    dispatcher = dispatcher_of(case, transports(case, world, meter), 0)
     hidden = torch.zeros(4, case.shape.payload_width)
     arrived = dispatcher.dispatch(hidden, case.batch()[1][0], torch.ones(4, case.top_k))
     experts = Experts(case.shape, own_experts(case, world), seed=SEED, layer=0)

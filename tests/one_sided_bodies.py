@@ -325,3 +325,23 @@ def chosen(world):
         ))).__name__
         for dedup in (False, True)
     ]  # fmt: skip
+
+
+def in_every_mode(world):
+    """Inference, plain and training by turns on one window: is each step right?"""
+    right = []
+    for dedup in (False, True):
+        setup = setup_of(world, transport_of(world), ("fp32",) * 3, 2, 8, 12, dedup)
+        dispatcher = build_dispatcher("one_sided", setup)
+        hidden, ids, weights = batch(world, 9, 2, 8, 12)
+        weights = torch.full_like(weights, 0.5)
+        for mode in ("inference", "plain", "training", "inference", "training"):
+            with torch.inference_mode(mode == "inference"):
+                x = hidden.clone().requires_grad_(mode == "training")
+                arrived = dispatcher.dispatch(x, ids, weights)
+                output = dispatcher.combine(arrived.expert_input, arrived.handle)
+                right.append(torch.equal(output, hidden))
+                if mode == "training":
+                    output.sum().backward()
+                    right.append(torch.equal(x.grad, torch.ones_like(x)))
+    return right

@@ -17,6 +17,18 @@ from moe.jobs.emulate import emulate
 from moe.rehearsal import refusal
 from moe.settings import DispatcherConfig, PlacementConfig, RouterConfig, TopologyConfig, WireConfig
 
+VARIANTS = {
+    "all_to_all": DispatcherConfig("all_to_all"),
+    "rank_dedup": DispatcherConfig("rank_dedup"),
+    "allgather": DispatcherConfig("allgather"),
+    "two_hop": DispatcherConfig("two_hop"),
+    "hierarchical_allgather": DispatcherConfig("hierarchical_allgather"),
+    "padded": DispatcherConfig("padded", capacity_factor=1.25),
+    "one_sided": DispatcherConfig("one_sided"),
+    "deduplicated": DispatcherConfig("one_sided", deduplicate=True),
+}
+TO_ALL = ("allgather", "hierarchical_allgather")  # a token goes everywhere, whatever it chose
+
 EXPERTS = (7, 30, 64, 256, 896)
 PLACED = ("contiguous", "round_robin", "balance", "file")
 REPLICAS = ("round_robin", "random", "nearest")

@@ -17,8 +17,8 @@ import faults_counting  # noqa: F401  likewise
 import faults_runs  # noqa: F401  likewise
 import faults_strategies  # noqa: F401  likewise
 import pytest
-from faults import DISPATCHERS, EVERY, FAULTS, TO_ALL, Fault, mask_choices
-from run_configs import base_config
+from faults import DISPATCHERS, EVERY, FAULTS, Fault, mask_choices
+from run_configs import TO_ALL, base_config
 
 from comm.spawn import run_ranks
 from moe.combinations import ONE_EXCHANGE
@@ -29,7 +29,7 @@ WORLD_SIZE = 4
 EXIT_STATUS = {"exact": 3, "conserved": 3, "expected": 3, "correctness": 4, "gradients": 4}
 
 
-def run_configs():
+def runs_with_faults():
     """The runs that faults are planted in: 30 experts, 8 8 7 7 to a rank; top-6, latent width."""
     base = base_config()
     base = replace(
@@ -67,7 +67,7 @@ def run_configs():
 
 # No fault: what a run must look like for a fault to stand out.
 CONTROLS = {
-    **{run: Fault(lambda patch: None, "", EVERY + ("renormalized",), run) for run in run_configs()},
+    **{run: Fault(lambda patch: None, "", EVERY + ("renormalized",), run) for run in runs_with_faults()},
     "masked": Fault(mask_choices, ""),
 }
 CASES = [(name, dispatcher) for name, fault in FAULTS.items() for dispatcher in fault.on]
@@ -110,7 +110,7 @@ def ends():
     by_rank = run_ranks(
         run_cases,
         WORLD_SIZE,
-        run_configs(),
+        runs_with_faults(),
         cases,
         preload=["moe.judge", "test_mutations"],
         timeout_s=60,

@@ -192,5 +192,9 @@ def test_what_cannot_work_is_refused_when_built(deduplicate):
     assert "needs Linux" in messages[1] and "darwin" in messages[1]
 
 
+def test_inference_and_training_share_a_window():
+    assert run_ranks(bodies.in_every_mode, 2, deadline_s=60) == [[True] * 14] * 2
+
+
 def test_the_option_chooses():
     assert run_ranks(bodies.chosen, 1)[0] == ["OneSided", "OneSidedDedup"]

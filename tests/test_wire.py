@@ -214,7 +214,8 @@ def test_what_is_not_finite_does_not_become_finite(name, bad):
     assert not received[1, 130].isfinite()
     far_away = torch.ones(300, dtype=torch.bool)
     far_away[128:256] = False
-    assert ((received[0] - 1).abs() < 0.05).all() and ((received[1] - 1).abs() < 0.05)[far_away].all()
+    assert ((received[0] - 1).abs() < 0.05).all()
+    assert ((received[1, far_away] - 1).abs() < 0.05).all()
     if name in ("mxfp8", "mxfp4", "nvfp4"):  # the scale is what says so
         size = 16 if name == "nvfp4" else 32
         assert received[1].isnan().tolist() == [128 <= place < 128 + size for place in range(300)]
@@ -240,9 +241,7 @@ def test_quantisation_error():
     assert quantisation_error(WIRE_FORMATS["mxfp4"], sevens) == pytest.approx(1 / math.sqrt(65))
     ordinary = rows(200, 512)
     for name, seen in (("mxfp8", 0.0295), ("mxfp4", 0.115), ("nvfp4", 0.0955)):
-        assert quantisation_error(WIRE_FORMATS[name], ordinary) == pytest.approx(
-            seen, rel=0.03
-        )
+        assert quantisation_error(WIRE_FORMATS[name], ordinary) == pytest.approx(seen, rel=0.03)
     half = ordinary.to(torch.bfloat16)
     assert quantisation_error(WIRE_FORMATS["bf16"], half) == 0
 
