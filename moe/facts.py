@@ -48,6 +48,7 @@ def run_shape(plan: Plan, placements: Sequence[ExpertPlacement]) -> RunShape:
         deduplicate=config.dispatcher.deduplicate,
         capacity_factor=config.dispatcher.capacity_factor,
         expert_values=values,
+        expert_unit=3 * shape.payload_width,
         expert_bytes=values * plan.dtype.itemsize,
         shared_values=_shared_values(plan),
         rebalances=plan.rebalances,

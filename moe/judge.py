@@ -32,7 +32,7 @@ from comm.verdict import (
     expected_verdict,
     not_available,
 )
-from moe.check import Errors, error_bound, gradient_bound, output_errors, wire_errors
+from moe.check import Errors, bounds, output_errors, wire_errors
 from moe.measure import RankLog
 from moe.placed import placement_report
 from moe.plan import Plan
@@ -70,14 +70,14 @@ def judge(
     exact = exact_traffic(run, routing.topk_ids, routing.slots)
     expected, reason = _expected(plan, run)
     errors = output_errors(plan, logs, case, progress)
-    bounds = _bounds(plan)
+    limits = bounds(plan)
     verdicts = [
         exact_verdict(traffic, exact),
         conserved_verdict(traffic, answered_pairs(run), plan.training),
         not_available("expected", reason)
         if expected is None
         else expected_verdict(traffic, tiers, expected),
-        *_correctness(plan, errors, gradients, bounds),
+        *_correctness(plan, errors, gradients, limits),
     ]
     record = build_record(
         RunInputs(
@@ -96,8 +96,8 @@ def judge(
                 "step": max(log.step_seconds for log in logs),
             },
             correctness=_by_layer(errors, gradients),
-            correctness_bound=bounds[0] if errors else None,
-            gradient_bound=bounds[1] if gradients else None,
+            correctness_bound=limits[0] if errors else None,
+            gradient_bound=limits[1] if gradients else None,
             conventions=[
                 asdict(one) for one in conventions_of_run(run, routing.topk_ids, routing.slots)
             ],
@@ -144,13 +144,6 @@ def _expert_rows(routing: Routing, num_experts: int) -> np.ndarray:
     return np.stack([np.bincount(layer[layer >= 0], minlength=num_experts) for layer in by_layer])
 
 
-def _bounds(plan: Plan) -> tuple[float, float]:
-    """Of outputs and of gradients."""
-    wire = plan.config.wire
-    outputs = error_bound(wire.dispatch, wire.combine, plan.config.dtype, plan.shape.top_k)
-    return outputs, gradient_bound(plan)
-
-
 def _by_layer(errors: Sequence[Errors], gradients: Sequence[Errors]) -> list[dict[str, Any]]:
     """Errors of outputs and, in training, the worst of each layer's gradients, by name."""
     if not gradients:
@@ -165,7 +158,7 @@ def _correctness(
     plan: Plan,
     errors: Sequence[Errors],
     gradients: Sequence[Errors],
-    bounds: tuple[float, float],
+    limits: tuple[float, float],
 ) -> list[Verdict]:
     """Of outputs and, in training, of gradients."""
     names = ["correctness"] + (["gradients"] if plan.training else [])
@@ -176,12 +169,12 @@ def _correctness(
         for entry in errors
         for output in ("routed", "hidden")
     }
-    verdicts = [correctness_verdict(outputs, bounds[0])]
+    verdicts = [correctness_verdict(outputs, limits[0])]
     if plan.training:
         by_name = {
             f"layer {layer} {name}": error
             for layer, found in enumerate(gradients)
             for name, error in found.items()
         }
-        verdicts.append(correctness_verdict(by_name, bounds[1], "gradients"))
+        verdicts.append(correctness_verdict(by_name, limits[1], "gradients"))
     return verdicts

@@ -6,6 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from comm import permute
+from comm.dispatch import DISPATCHERS
 from comm.dispatch.rank_dedup import RankDedup
 from comm.meter import KINDS, TrafficMeter
 from moe import contest
@@ -51,6 +52,18 @@ def count_and_compare(world):
         },
         "seconds": seconds,
         "done": len(rounds),
+    }
+
+
+def every_strategy(world):
+    """Contenders of all strategies, the first also in chunks: names, errors and what they send."""
+    names = ("two_hop", *(name for name in DISPATCHERS if name != "two_hop"))
+    field = contest.contenders(CASE, world, names, NUM_EXPERTS, TOP_K, seed=0, chunks=3)
+    batch = contest.make_batch(CASE, world, NUM_EXPERTS, TOP_K, 0)
+    return {
+        "names": [contender.name for contender in field],
+        "errors": [error(contender.run(), batch.hidden) for contender in field[2:]],
+        "sent": {contender.name: contender.sent_bytes for contender in field},
     }
 
 

@@ -8,13 +8,19 @@ import bench_bodies
 import numpy as np
 import pytest
 
+from comm.dispatch import DISPATCHERS
 from comm.report.bench_page import METERING_MIN_BYTES, bench_page, bench_record, case_record
 from comm.report.ratios import paired_ratio
+from comm.report.units import format_seconds
 from comm.spawn import RankFailure, run_ranks
-from moe.contest import RAW_COPIES, RAW_DEDUP, UNMETERED
+from moe.contest import RAW_COPIES, RAW_DEDUP, UNMETERED, in_chunks
 
-NAMES = (RAW_COPIES, RAW_DEDUP, "rank_dedup", "all_to_all", f"rank_dedup, {UNMETERED}")
-SPEEDS = {RAW_COPIES: 1.0, RAW_DEDUP: 0.5, "rank_dedup": 1.5, "all_to_all": 2.0, NAMES[4]: 1.5}
+CHUNKED = in_chunks("rank_dedup", 4)
+NAMES = (RAW_COPIES, RAW_DEDUP, "rank_dedup", "all_to_all", f"rank_dedup, {UNMETERED}", CHUNKED)
+SPEEDS = {
+    **{RAW_COPIES: 1.0, RAW_DEDUP: 0.5, "rank_dedup": 1.5, "all_to_all": 2.0},
+    **{NAMES[4]: 1.5, CHUNKED: 1.8},
+}
 
 
 # -- ratios ----------------------------------------------------------------------------------------
@@ -108,7 +114,7 @@ def sample_record(payload_bytes=2 * METERING_MIN_BYTES, metering=1.01):
         "started": "2026-11-30T17:20:11+00:00",
         "seconds": 3.214,
     }
-    record = bench_record(manifest, cases, "rank_dedup", NAMES[4])
+    record = bench_record(manifest, cases, "rank_dedup", NAMES[4], (4, CHUNKED))
     return record | {"result_dir": "results/20261130-172011-kimi_k3-bench"}
 
 
@@ -146,6 +152,26 @@ def test_metering_is_judged_where_a_rank_moves_enough(payload_bytes):
     else:
         assert record["metering"]["over_unmetered"]["value"] == pytest.approx(1.015)
         assert "Cost of metering rank_dedup: +1.5 % [+1.5, +1.5] over 2 cases" in page
+
+
+def test_the_cost_of_chunks_is_that_of_each_further_one():
+    """Four take 1.8 where the whole takes 1.5: 0.1 of the raw collective for each of three."""
+    record = sample_record(metering=1.0)
+    chunks = record["chunks"]
+    assert (chunks["dispatcher"], chunks["chunks"]) == ("rank_dedup", 4)
+    assert chunks["over_whole"]["value"] == pytest.approx(1.2)
+    seconds = [np.array(case["seconds"])[0] for case in record["cases"]]  # of the raw collective
+    assert chunks["seconds_per_chunk"] == pytest.approx(0.1 * np.median(seconds))
+    page = " ".join(text(record).split())
+    each = format_seconds(chunks["seconds_per_chunk"])
+    assert f"1.20 [1.20, 1.20] times the whole, {each} for each further chunk" in page
+
+
+def test_chunks_that_were_not_timed_have_no_cost():
+    record = sample_record()
+    whole = bench_record(record["manifest"], record["cases"], "rank_dedup", NAMES[4])
+    assert whole["chunks"] is None
+    assert "Cost of chunks: not measured" in text(whole | {"result_dir": "x"})
 
 
 def text(record, width=100):
@@ -223,6 +249,21 @@ def test_the_raw_collectives_really_move_their_rows(moved):
 def test_contenders_are_the_raw_ones_the_dispatchers_and_one_unmetered(moved):
     names = [RAW_COPIES, RAW_DEDUP, "all_to_all", "rank_dedup", f"all_to_all, {UNMETERED}"]
     assert [list(found["sent"]) for found in moved] == [names] * 4
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_every_strategy_can_be_timed(num_ranks):
+    """On one rank, on two nodes of which one is smaller, and in chunks."""
+    others = [name for name in DISPATCHERS if name != "two_hop"]
+    chunked = in_chunks("two_hop", 3)
+    for found in run_ranks(bench_bodies.every_strategy, num_ranks):
+        assert found["names"] == [
+            *(RAW_COPIES, RAW_DEDUP, "two_hop", *others, f"two_hop, {UNMETERED}", chunked)
+        ]
+        assert max(found["errors"]) < 2**-7
+        # the same rows, and two more counts messages of each kind
+        more = found["sent"][chunked] - found["sent"]["two_hop"]
+        assert (more > 0).all() and (more % 40 == 0).all()
 
 
 def test_dispatchers_give_the_tokens_back(moved):

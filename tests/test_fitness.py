@@ -10,7 +10,7 @@ import pytest
 from run_configs import base_config
 
 from moe.fitness import GIB, check_device, check_memory, rank_bytes, rank_zero_bytes
-from moe.settings import DispatcherConfig, UnfitError
+from moe.settings import DispatcherConfig, PlacementConfig, UnfitError
 
 
 def test_a_run_that_cannot_fit_is_refused_in_one_line():
@@ -30,8 +30,31 @@ def test_more_of_anything_needs_more():
         assert rank_bytes(replace(config, **change)) > rank_bytes(config)
     assert rank_zero_bytes(replace(config, reference=False)) < rank_zero_bytes(config)
     assert rank_bytes(replace(config, dtype="bf16")) < rank_bytes(config)
-    everywhere = replace(config, dispatcher=DispatcherConfig("allgather"))
-    assert rank_bytes(everywhere) > rank_bytes(config)
+    for name in ("allgather", "hierarchical_allgather"):
+        everywhere = replace(config, dispatcher=DispatcherConfig(name))
+        assert rank_bytes(everywhere) > rank_bytes(config)
+    training = replace(config, mode="training")
+    assert rank_bytes(training) > rank_bytes(config)
+    assert rank_zero_bytes(training) > rank_zero_bytes(config)
+    unchecked = [replace(one, reference=False) for one in (config, training)]
+    assert rank_zero_bytes(unchecked[0]) == rank_zero_bytes(unchecked[1])
+
+
+def weights(**changes):
+    """What one more layer adds to a rank of eight that has no tokens."""
+    one = base_config(tokens=0, ranks=8, **changes)
+    return rank_bytes(replace(one, scale=replace(one.scale, layers=2))) - rank_bytes(one)
+
+
+def test_experts_of_a_rank_follow_groups_shards_and_replicas():
+    """896 experts of 3 x 32 x 16 values; the rest of a layer every rank holds."""
+    expert, rest = 4 * 3 * 32 * 16, weights() - 112 * 4 * 3 * 32 * 16
+    assert weights(ep_size=2) == 448 * expert + rest
+    assert weights(expert_tp=4) == 448 * expert // 4 + rest
+    assert weights(ep_size=4, expert_tp=4) == 896 * expert // 4 + rest
+    replicas = PlacementConfig("balance", num_redundant_experts=64)
+    assert weights(placement=replicas) == 120 * expert + rest
+    assert weights(mode="training") == 2 * weights()
 
 
 def test_weights_are_counted_to_the_byte_of_their_shapes():

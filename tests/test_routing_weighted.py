@@ -134,6 +134,9 @@ def test_the_table_of_weights_that_are_far_apart() -> None:
     for column, weight in enumerate(weights[::-1].tolist(), start=1):
         exact = [Fraction(1), *(exact[k] + Fraction(weight) * exact[k - 1] for k in range(1, 8))]
         for number, wanted in zip(table[:, column].tolist(), exact, strict=True):
+            if wanted == 0:
+                assert number.imag == 0 and number.real < -(10**9)
+                continue
             reached = Fraction(number.imag) * Fraction(2) ** int(number.real)
             assert abs(reached - wanted) <= wanted * Fraction(1, 10**14)
 

@@ -30,6 +30,7 @@ class RunShape:
     replica_choice: "round_robin", "random" or "nearest", where an expert has several slots
     deduplicate: one_sided sends a row for each (token, rank) instead of each (token, expert)
     expert_values: parameters of one routed expert (3 W I)
+    expert_unit: parameters that stay together when an expert is sharded (3 W)
     expert_bytes: bytes of one expert's weights in the compute dtype
     shared_values: parameters of one layer that every rank holds
     rebalances: experts are placed anew after warm-up, even if none has to move
@@ -57,6 +58,7 @@ class RunShape:
     deduplicate: bool = False
     capacity_factor: float = 1.0
     expert_values: int = 0
+    expert_unit: int = 1
     expert_bytes: int = 0
     shared_values: int = 0
     rebalances: bool = False

@@ -63,4 +63,10 @@ def expert_gradients(run: RunShape, paths: Paths, layer: int) -> NDArray[np.int6
     shard = np.arange(run.world_size) % run.expert_tp
     together = np.where(shard[:, None] == shard, held @ held.T, 0)  # experts in common
     np.fill_diagonal(together, 0)
-    return together * (GRADIENT_BYTES * (run.expert_values // run.expert_tp))
+    return together * (GRADIENT_BYTES * _shard_values(run)[shard][:, None])
+
+
+def _shard_values(run: RunShape) -> NDArray[np.int64]:
+    """[shard] parameters of an expert: as equally many whole units as can be, the first ones more"""
+    units, left = divmod(run.expert_values // run.expert_unit, run.expert_tp)
+    return run.expert_unit * (units + (np.arange(run.expert_tp) < left))
