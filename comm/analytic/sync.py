@@ -67,6 +67,6 @@ def expert_gradients(run: RunShape, paths: Paths, layer: int) -> NDArray[np.int6
 
 
 def _shard_values(run: RunShape) -> NDArray[np.int64]:
-    """[shard] parameters of an expert: as equally many whole units as can be, the first ones more"""
+    """[shard] parameters of an expert: nearly equal numbers of whole units, the first ones more."""
     units, left = divmod(run.expert_values // run.expert_unit, run.expert_tp)
     return run.expert_unit * (units + (np.arange(run.expert_tp) < left))
