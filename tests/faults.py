@@ -4,9 +4,11 @@ A fault patches every rank alike, and keeps counts and rows consistent where ran
 that a run ends in a verdict or in an error, never in ranks that wait for one another. Its docstring
 says what is wrong.
 
-    faults.py             what strategies share: rows, weights, masked tokens, who is chosen
+    faults.py             rows, as all strategies send them
+    faults_choices.py     who is chosen, and with which weight
     faults_strategies.py  what one strategy has of its own: two hops, padding, shared memory
-    faults_runs.py        runs with more to them: replicas, groups, chunks, shards, training
+    faults_runs.py        runs with more to them: replicas, groups, chunks, shards, four bits
+    faults_training.py    gradients, on their way back and between ranks
     faults_counting.py    the meter, and rows of another width than it is told of
     faults_below.py       the shared ground: placement, wire, permute
 """
@@ -15,23 +17,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 
 import numpy as np
 import torch
 from run_configs import TO_ALL, VARIANTS
 
 from comm import permute
-from comm.analytic.law import NoLaw
 from comm.dispatch.allgather import AllGather
-from comm.dispatch.base import Dispatcher
 from comm.dispatch.hierarchical_allgather import HierarchicalAllGather
 from comm.dispatch.rank_dedup import RankDedup
 from comm.dispatch.two_hop import TwoHop
 from comm.transport import PendingRows, Transport
-from moe.routing.base import Choice
-from moe.routing.uniform import UniformSubsets
 from moe.settings import DispatcherConfig
-from moe.synthetic import topk_ids
 
 DISPATCHERS = VARIANTS | {
     "renormalized": DispatcherConfig("padded", capacity_factor=0.6, renormalize=True)
@@ -42,6 +40,7 @@ BY_RANK = ("rank_dedup", "allgather", "two_hop", "hierarchical_allgather", "dedu
 SENT = ("all_to_all", "rank_dedup", "allgather", "two_hop", "hierarchical_allgather", "padded")
 COMPACT = tuple(name for name in SENT if name != "padded")  # every row that is sent is filled
 SHARED = ("one_sided", "deduplicated")
+A_FEW = ("all_to_all", "rank_dedup", "two_hop", "padded", "one_sided")
 CHOSEN = tuple(name for name in EVERY if name not in TO_ALL)
 DRAWN = tuple(name for name in CHOSEN if name != "padded")  # as many bytes whatever is chosen
 
@@ -59,7 +58,13 @@ class Fault:
     run: str = "bf16"
 
 
-FAULTS: dict[str, Fault] = {}
+FAULTS: dict[str, Fault] = {}  # those of this file, and of every other that was imported
+
+
+def every_fault() -> dict[str, Fault]:
+    for part in ("choices", "strategies", "runs", "training", "counting", "below"):
+        import_module(f"faults_{part}")
+    return FAULTS
 
 
 def fault(caught_by: str, **where):
@@ -241,110 +246,3 @@ def swapped(rows):
     rows = rows.clone()
     rows[filled[:1]], rows[filled[-1:]] = rows[filled[-1:]], rows[filled[:1]].clone()
     return rows
-
-
-# -- weights and masked tokens ---------------------------------------------------------------------
-
-
-def change_weights(patch, change):
-    def dispatch(original, self, hidden, ids, weights, slots=None):
-        return original(self, hidden, ids, change(weights), slots)
-
-    around(patch, Dispatcher, "dispatch_async", dispatch)
-
-
-@fault("correctness")
-def one_weight_doubled(patch):
-    """the weight of one choice of each rank's first token counts twice"""
-
-    def double_first(weights):
-        weights = weights.clone()
-        weights[:1, :1] *= 2
-        return weights
-
-    change_weights(patch, double_first)
-
-
-@fault("correctness", on=(*EVERY, "renormalized"))
-def all_weights_doubled(patch):
-    """every router weight counts twice, which RMSNorm hides behind the combine"""
-    change_weights(patch, lambda weights: 2 * weights)
-
-
-@fault("correctness", on=(*EVERY, "renormalized"))
-def weights_applied_twice(patch):
-    """every router weight is squared: applied on both sides of the wire"""
-    change_weights(patch, lambda weights: weights * weights)
-
-
-@fault("correctness")
-def weights_of_another_token(patch):
-    """each token is summed with the weights of its neighbour"""
-    change_weights(patch, lambda weights: weights.roll(1, 0))
-
-
-def draw(patch, choose, law=None):
-    """The uniform router answers choose(draw of E experts, first token) -> ids [T, K], where `draw`
-    is a function of E; law: what it says it follows."""
-
-    def choice(self, step, layer, first_token, num_tokens):
-        run = self.context
-
-        def uniform(num_experts):
-            return topk_ids(run.seed, step, layer, first_token, num_tokens, num_experts, run.top_k)
-
-        return Choice(choose(uniform, first_token))
-
-    patch.setattr(UniformSubsets, "choose", choice)
-    if law is not None:
-        patch.setattr(UniformSubsets, "law", law)
-
-
-def mask_choices(patch):
-    """Of every three tokens, the first chooses nothing and the second one expert fewer."""
-
-    def choose(uniform, first_token):
-        ids = uniform(30)
-        turn = (first_token + np.arange(len(ids))) % 3
-        ids[turn == 0] = -1
-        ids[turn == 1, -1] = -1
-        return ids
-
-    draw(patch, choose, NoLaw("some choices are masked"))
-
-
-@fault("exact")
-def masked_wraps_to_the_last_expert(patch):
-    """-1 reads the last entry of the table of slots"""
-    mask_choices(patch)
-
-    def slots(original, self, ids):
-        return original(self, torch.where(ids < 0, self.setup.placement.num_experts - 1, ids))
-
-    around(patch, Dispatcher, "_slots", slots)
-
-
-@fault("exact", on=BY_RANK)
-def masked_token_sent(patch):
-    """a token that chose nothing goes to rank 0 all the same"""
-    mask_choices(patch)
-
-    def destinations(hit, slots):
-        hit = hit.clone()
-        hit[0] |= ~hit.any(0)
-        return hit
-
-    change_destinations(patch, destinations)
-
-
-@fault("expected", on=DRAWN)
-def half_of_the_experts_chosen(patch):
-    """the uniform router draws from the first half of the experts only"""
-    draw(patch, lambda uniform, first_token: uniform(15))
-
-
-@fault("expected", on=DRAWN)
-def experts_chosen_close_to_home(patch):
-    """the uniform router draws from the experts of the token's own rank only"""
-    first_expert = {0: 0, 9: 8, 14: 23}  # by the first token of a rank; rank 2 has none
-    draw(patch, lambda uniform, first_token: uniform(7) + first_expert[first_token])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from faults import BY_RANK, CHOSEN, EVERY, PER_COPY, SENT, around, change_result, fault
+from faults import BY_RANK, CHOSEN, PER_COPY, SENT, around, change_result, fault
 
 from comm import permute, placement, wire
 from comm.placement import ExpertPlacement

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 import torch.distributed as dist
-from faults import BY_RANK, CHOSEN, SENT, SHARED, Late, around, change_result, fault
+from faults import BY_RANK, CHOSEN, SENT, Late, around, change_result, fault
 
 from comm.meter import EVERY_RANK, Position, Traffic, TrafficMeter
 from comm.transport import Transport
@@ -216,17 +216,6 @@ def booked_as_backward(patch):
     recount(patch, move(direction="backward"))
 
 
-@fault("exact", run="training")
-def backward_booked_as_forward(patch):
-    """gradients of rows count as rows"""
-
-    def change(booking):
-        synchronised = booking.position.phase == "grad_sync"
-        return booking if synchronised else move(direction="forward")(booking)
-
-    recount(patch, change)
-
-
 @fault("exact")
 def warm_up_counted(patch):
     """the meter cannot be switched off"""
@@ -251,91 +240,5 @@ def received_rows_miscounted(patch):
 
     def change(booking):
         return replace(booking, back=[*booking.back[:-1], booking.back[-1] - 1])
-
-    recount(patch, change)
-
-
-# -- what only some strategies count ---------------------------------------------------------------
-
-
-@fault("exact", on=("two_hop", "hierarchical_allgather"))
-def second_hop_not_counted(patch):
-    """what a proxy hands on inside its node passes the meter by"""
-    recount(patch, lambda booking: None if booking.ranks is not EVERY_RANK else booking)
-
-
-@fault("exact", on=("padded", "renormalized"))
-def empty_rows_booked_as_hidden(patch):
-    """padding counts as values"""
-    recount(patch, lambda booking: replace(booking, empty=None))
-
-
-@fault("exact", on=("padded", "renormalized"))
-def filled_rows_booked_as_padding(patch):
-    """a slot's whole room counts as padding"""
-
-    def change(booking):
-        return booking if booking.empty is None else replace(booking, empty=booking.out)
-
-    recount(patch, change)
-
-
-@fault("exact", on=("one_sided",))
-def numbers_of_tokens_not_counted(patch):
-    """the list by which experts find their rows passes the meter by"""
-    leave_out(patch, "ids")
-
-
-@fault("exact", on=SHARED, run="fp8")
-def scales_in_shared_memory_not_counted(patch):
-    """the meter is not told of the block scales"""
-    leave_out(patch, "scales")
-
-
-@fault("exact", on=("one_sided",))
-def a_row_counted_once_however_often_taken(patch):
-    """a rank that takes a token's row for several of its experts takes it once"""
-
-    def change(booking):
-        rows = booking.parts and booking.parts[0][0] == "ids"
-        return replace(booking, out=[min(n, 1) for n in booking.out]) if rows else booking
-
-    recount(patch, change)
-
-
-@fault("conserved", on=SHARED)
-def last_row_taken_not_counted(patch):
-    """takers book all rows of the last rank but one"""
-
-    def change(booking):
-        return replace(booking, back=[*booking.back[:-1], max(booking.back[-1] - 1, 0)])
-
-    recount(patch, change)
-
-
-@fault("exact", run="training")
-def synchronised_gradients_not_counted(patch):
-    """what ranks send to add up their gradients passes the meter by"""
-    recount(patch, lambda booking: None if booking.position.phase == "grad_sync" else booking)
-
-
-@fault("exact", run="rebalance", on=("all_to_all", "two_hop"))
-def moved_weights_booked_as_dispatch(patch):
-    """the weights of experts that move are booked to the rows' phase"""
-
-    def change(booking):
-        moved = booking.position.phase == "rebalance"
-        return move(phase="dispatch")(booking) if moved else booking
-
-    recount(patch, change)
-
-
-@fault("exact", run="shards", on=("all_to_all", "rank_dedup"))
-def reduced_parts_booked_as_combine(patch):
-    """what shards of an expert send each other is booked to the way back"""
-
-    def change(booking):
-        reduced = booking.position.phase == "tp_reduce"
-        return move(phase="combine")(booking) if reduced else booking
 
     recount(patch, change)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from faults import SHARED, around, change_result, fault, flipped
+from faults_counting import leave_out, recount
 
 from comm import permute
 from comm.dispatch import by_rank, one_sided, padded, two_hop
 from comm.dispatch.hop import Hop
 from comm.dispatch.shared_round import SharedRound
 from comm.dispatch.two_hop import TwoHop
+from comm.meter import EVERY_RANK
 
 HOPS = ("two_hop", "hierarchical_allgather")
 PADDED = ("padded", "renormalized")
@@ -93,6 +97,12 @@ def row_of_another_token_handed_on(patch):
     around(patch, by_rank, "start_hop", start)
 
 
+@fault("exact", on=("two_hop", "hierarchical_allgather"))
+def second_hop_not_counted(patch):
+    """what a proxy hands on inside its node passes the meter by"""
+    recount(patch, lambda booking: None if booking.ranks is not EVERY_RANK else booking)
+
+
 # -- padding ---------------------------------------------------------------------------------------
 
 
@@ -148,7 +158,7 @@ def weights_renormalised_unasked(patch):
     def settled(original, self, result):
         handle = result.handle
         weights = padded.renormalised(handle.weights, handle.wanted, handle.kept)
-        return padded.replace(result, handle=padded.replace(handle, weights=weights))
+        return replace(result, handle=replace(handle, weights=weights))
 
     around(patch, padded.Padded, "_settled", settled)
 
@@ -161,6 +171,22 @@ def filled_rows_taken_for_packed_ones(patch):
         return original(rows_from)
 
     around(patch, permute, "regroup_by_expert", regroup)
+
+
+@fault("exact", on=("padded", "renormalized"))
+def empty_rows_booked_as_hidden(patch):
+    """padding counts as values"""
+    recount(patch, lambda booking: replace(booking, empty=None))
+
+
+@fault("exact", on=("padded", "renormalized"))
+def filled_rows_booked_as_padding(patch):
+    """a slot's whole room counts as padding"""
+
+    def change(booking):
+        return booking if booking.empty is None else replace(booking, empty=booking.out)
+
+    recount(patch, change)
 
 
 # -- shared memory ---------------------------------------------------------------------------------
@@ -231,3 +257,36 @@ def answers_laid_out_for_another_rank(patch):
         return original(self, rolled, parts, starts, order)
 
     around(patch, SharedRound, "hand_back", hand_back)
+
+
+@fault("exact", on=("one_sided",))
+def numbers_of_tokens_not_counted(patch):
+    """the list by which experts find their rows passes the meter by"""
+    leave_out(patch, "ids")
+
+
+@fault("exact", on=SHARED, run="fp8")
+def scales_in_shared_memory_not_counted(patch):
+    """the meter is not told of the block scales"""
+    leave_out(patch, "scales")
+
+
+@fault("exact", on=("one_sided",))
+def a_row_counted_once_however_often_taken(patch):
+    """a rank that takes a token's row for several of its experts takes it once"""
+
+    def change(booking):
+        rows = booking.parts and booking.parts[0][0] == "ids"
+        return replace(booking, out=[min(n, 1) for n in booking.out]) if rows else booking
+
+    recount(patch, change)
+
+
+@fault("conserved", on=SHARED)
+def last_row_taken_not_counted(patch):
+    """takers book all rows of the last rank but one"""
+
+    def change(booking):
+        return replace(booking, back=[*booking.back[:-1], max(booking.back[-1] - 1, 0)])
+
+    recount(patch, change)

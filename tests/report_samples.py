@@ -52,6 +52,13 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "one node": {"ranks_per_node": 8},
     "nodes of one": {"ranks_per_node": 1},
     "ragged, no law": {"tokens": [0, 5, 1, 0, 0, 2, 9, 3], "router": "learned", "wire": "mxfp8"},
+    "replayed": {
+        **{"router": "replay", "tokens": 16},
+        "notes": (
+            "the first 128 of the trace's 4096 tokens are replayed",
+            "3 rows without experts were left out; layer 0 of the file is the model's first",
+        ),
+    },
     "all-gather": {"dispatcher": "allgather", "latent": None},
     "no tokens": {"tokens": 0},
     "72 ranks": {"ranks": 72, "ranks_per_node": 8, "tokens": 2, "dispatcher": "all_to_all"},
@@ -112,11 +119,13 @@ def sample_inputs(
     router: str = "uniform",
     placement: str = "contiguous",
     wire: str = "bf16",
+    notes: Sequence[str] = (),
     **options: Any,
 ) -> RunInputs:
     """Inputs of a record whose counted bytes are exactly the predicted ones.
 
     placement: "balance" and "file" give the first expert of each rank a replica on the rank before
+    notes: of the router
     options: other fields of RunShape
     """
     run = _run(ranks, ranks_per_node, tokens, layers, latent, placement, wire, options)
@@ -129,7 +138,7 @@ def sample_inputs(
     dispatched = traffic.bytes[:, 0, 0].sum(axis=0)
     verdicts = _verdicts(run, traffic, exact, tiers, expected, router)
     return RunInputs(
-        manifest=_manifest(run, ranks_per_node, router, placement, latent),
+        manifest=_manifest(run, ranks_per_node, router, placement, latent, notes),
         traffic=traffic,
         exact=exact,
         expected=expected,
@@ -292,7 +301,12 @@ def _placed(run: RunShape) -> dict[str, Any]:
 
 
 def _manifest(
-    run: RunShape, ranks_per_node: int, router: str, placement: str, latent: int | None
+    run: RunShape,
+    ranks_per_node: int,
+    router: str,
+    placement: str,
+    latent: int | None,
+    notes: Sequence[str],
 ) -> dict[str, Any]:
     about = {
         "hidden_size": 256,
@@ -340,6 +354,7 @@ def _manifest(
         "model": "kimi_k3",
         "scale": "laptop",
         "router": router,
+        "router_notes": list(notes),
         "placement": placement,
         "dispatcher": run.dispatcher,
         "wire": wire,

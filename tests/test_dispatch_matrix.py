@@ -134,7 +134,8 @@ FEATURES = (
 
 def test_the_choice_of_runs_leaves_nothing_out(tmp_path):
     """Each of these is among what is drawn, often enough to matter."""
-    seen = Counter(name for ranks in RUNS for one in drawn(ranks, tmp_path) for name in features(one))
+    configs = [config for ranks in RUNS for config in drawn(ranks, tmp_path)]
+    seen = Counter(name for config in configs for name in features(config))
     assert min(seen[name] for name in FEATURES) >= 8, seen
 
 

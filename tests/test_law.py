@@ -6,7 +6,8 @@ from math import comb, sqrt
 
 import numpy as np
 import pytest
-from emulate_runs import NODES, Runs, law_dispatchers, network, router_cases, runs_of_the_law
+from emulate_runs import NODES, Runs, network
+from law_runs import law_dispatchers, router_cases, runs_of_the_law
 from run_configs import TO_ALL
 
 

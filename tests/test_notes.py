@@ -19,11 +19,16 @@ def test_a_page_has_the_notes_of_its_run_and_no_others(name: str) -> None:
     wanted = {
         "beside": about.get("training", False) or balanced,
         "dropped": about.get("dispatcher") == "padded",
+        "routing": "notes" in about,
         "rounding": about.get("wire", "bf16") != "bf16",
         "placement": balanced or about.get("placement") == "file",
         "chunks": about.get("chunks", 1) > 1,
     }
     assert {label: note(name, label) != "" for label in wanted} == wanted
+
+
+def test_the_router_has_its_say() -> None:
+    assert note("replayed", "routing") == "; ".join(SAMPLES["replayed"]["notes"])
 
 
 def test_choices_without_room_are_counted_and_predicted() -> None:

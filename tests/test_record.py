@@ -6,10 +6,9 @@ import csv
 import json
 import re
 import runpy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -80,6 +79,8 @@ ADDED = {  # since the first records of version 1
     "$": ("conventions", "choices", "wire_errors", "placement"),
     "totals": ("backward", "outside"),
     "correctness": ("gradient_bound",),
+    "balance": ("layers",),
+    "manifest": ("router_notes",),
 }
 
 
@@ -353,13 +354,21 @@ def test_timing_names_every_phase_that_the_run_has() -> None:
     assert timing["backward dispatch"]["algbw_GBps"] == pytest.approx(sent / 7e9)
 
 
+@dataclass(frozen=True)
+class Rows:
+    """As much of Traffic as its balance needs."""
+
+    rows: np.ndarray
+    directions: tuple[str, ...] = ("forward",)
+    phases: tuple[str, ...] = ("dispatch",)
+    layers: tuple[int, ...] = (0, 1)
+
+
 def test_balance_names_the_worst_layer() -> None:
     rows = np.zeros((2, 1, 1, 2, 2), np.int64)
     rows[0, 0, 0] = [[2, 2], [2, 2]]
     rows[1, 0, 0] = [[0, 4], [1, 3]]  # rank 1 receives 7 of 8
-    traffic = SimpleNamespace(
-        rows=rows, directions=("forward",), phases=("dispatch",), layers=(0, 1)
-    )
+    traffic = Rows(rows)
     figures = balance(traffic, np.array([[4, 0, 2, 2], [2, 2, 2, 2]]))
     assert figures == {
         "rows_by_rank_max_over_mean": 1.75,
@@ -368,7 +377,14 @@ def test_balance_names_the_worst_layer() -> None:
         "rows_by_expert_max_over_mean": 2.0,
         "busiest_expert": 0,
         "busiest_expert_layer": 0,
+        "layers": [
+            {"layer": 0, "by_rank_max_over_mean": 1.0, "by_expert_max_over_mean": 2.0},
+            {"layer": 1, "by_rank_max_over_mean": 1.75, "by_expert_max_over_mean": 1.0},
+        ],
     }
+    none = balance(replace(traffic, rows=0 * rows), np.zeros((2, 4), np.int64))
+    assert none["layers"][1]["by_rank_max_over_mean"] is None
+    assert none["rows_by_expert_max_over_mean"] is None
 
 
 def test_plain_values() -> None:

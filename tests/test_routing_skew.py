@@ -85,6 +85,7 @@ def test_what_cannot_be_had_is_refused_with_what_can(run: dict, nearest: float |
     ) as error:
         source("skew", **run)
     advised = float(str(error.value).rsplit(" ", 1)[1])
+    assert advised > 1.4 or run["tokens"] == (8,)  # of too much, the most
     assert nearest is None or advised == nearest
     one = source("skew", **run | {"max_over_mean": advised})  # the advice is good
     assert max_over_mean(one, 0) == pytest.approx(advised, abs=1e-4)

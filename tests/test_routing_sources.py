@@ -175,6 +175,13 @@ def test_hot_rank() -> None:
         )
         == [1, 5, 1] * 4
     )
+    by_layer = np.array([[0, 0, 1], [1, 0, 1], [0, 1, 0]])
+    one = source("hot_rank", num_experts=3, top_k=1, expert_rank=by_layer, hot_rank=1)
+    assert [one.weights(0, layer).tolist() for layer in range(3)] == [
+        [1, 1, 8],
+        [8, 1, 8],
+        [1, 8, 1],
+    ]
     assert SOURCES["w2"] == SOURCES["hot_rank"]
 
 
