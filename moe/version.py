@@ -1,3 +1,3 @@
 """The version, in a file that the build reads without importing anything."""
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"

@@ -46,12 +46,13 @@ def hang_and_tell(world, folder):
     time.sleep(3600)
 
 
-def disagree(world, what):
-    """Rank 1 means another message than rank 0."""
-    transport = Transport(world, TrafficMeter(4, world.world_size))
-    mine = world.rank == 1
+def disagree(world, what, groups=None):
+    """The last rank means another message than its mates; groups: all of the world, or parts."""
+    group = None if groups is None else world.split(groups)
+    transport = Transport(world, TrafficMeter(4, world.world_size), group)
+    mine = world.rank == world.world_size - 1
     position = Position(3 if mine and what == "layer" else 2, "dispatch")
-    counts = np.ones((world.world_size, 1), dtype=np.int64)
+    counts = np.ones((transport.group.size, 1), dtype=np.int64)
     transport.announce(
         position,
         counts,
@@ -61,18 +62,23 @@ def disagree(world, what):
     ).wait()
 
 
-def exchange_poisoned(world, rows_to):
-    """Rows to each rank as `rows_to[src][dst]`, received over memory full of 0xAB."""
-    transport = Transport(world, TrafficMeter(1, world.world_size))
+def exchange_poisoned(world, rows_to, groups=None):
+    """Rows to each rank as `rows_to[src][dst]`, received over memory full of 0xAB.
+
+    groups: parts of the world that exchange by themselves; rows_to then goes by place in the group
+    """
+    group = None if groups is None else world.split(groups)
+    transport = Transport(world, TrafficMeter(1, world.world_size), group)
     transport.staging("received", 4096, 8).fill_(0xAB)
-    out = rows_to[world.rank]
+    out = rows_to[transport.group.rank]
     counts = np.array(out)[:, None]
     position = Position(0, "dispatch")
     rows_from = transport.announce(position, counts, 1, 8, 0).wait().flatten().tolist()
     transport.staging("received", 4096, 8).fill_(0xAB)
     message = torch.full((sum(out), 8), world.rank, dtype=torch.uint8)
-    received = transport.all_to_all(position, message, [("hidden", message)], out, rows_from)
-    return rows_from, received.clone(), transport.meter.sent.sum(axis=(0, 1, 2))
+    pending = transport.start_all_to_all(position, message, [("hidden", message)], out, rows_from)
+    transport.staging("sent", 4096, 8).fill_(0xCD)  # there is time for other work meanwhile
+    return rows_from, pending.wait().clone(), transport.meter.sent.sum(axis=(0, 1, 2))
 
 
 def batch(world, tokens, top_k, width, num_experts, absent=0.0):

@@ -82,6 +82,7 @@ def test_numbers_parse_back_and_sum_to_the_total(name: str) -> None:
     rows = [[row[0], f"back {row[2]}", *row[3:]] if row[1] == "back" else row for row in rows]
     cut = next(i for i, row in enumerate(rows) if row[0] == "total")
     body, end = rows[:cut], {row[1]: row for row in rows[cut:]}
+    assert len(end) == len(rows) - cut  # each phase once
     whole = end.pop("both", None) or end.pop("all")
     assert ("both" in {row[1] for row in rows}) == (len(end) == 2)
     assert set(end) == {row[1] for row in body}

@@ -49,6 +49,61 @@ def test_splits_must_sum_to_the_rows():
         meter.record(Position(0, "dispatch"), packed, parts, [1, 2], [1, 1])
 
 
+def test_gradients_have_bytes_and_no_rows():
+    meter = TrafficMeter(1, 2, phases=(*PHASES, "grad_sync"))
+    packed, parts = message(4, ("gradients", 4))
+    meter.record(Position(0, "grad_sync", "backward"), packed, parts, [2, 2], [2, 2])
+    assert meter.sent[0, 1, 2].sum() == meter.sent.sum() == 16 and meter.rows.sum() == 0
+
+
+def test_a_ledger_has_the_places_of_its_run_and_no_others():
+    meter = TrafficMeter(3, 2, ("forward",), (*PHASES, "tp_reduce"))
+    assert meter.place(Position(2, "tp_reduce")) == (2, 0, 2)
+    assert meter.sent.shape == (3, 1, 3, len(KINDS), 2)
+    for wrong in (Position(0, "dispatch", "backward"), Position(0, "grad_sync")):
+        packed, parts = message(2, ("hidden", 10))
+        with pytest.raises(ValueError):
+            meter.record(wrong, packed, parts, [1, 1], [1, 1])
+    assert not meter.sent.any()
+
+
+def test_all_bytes_of_empty_rows_are_padding():
+    meter = TrafficMeter(1, 2)
+    packed, parts = message(7, ("hidden", 10), ("scales", 4))
+    meter.record(Position(0, "dispatch"), packed, parts, [3, 4], [0, 0], empty_rows=[3, 1])
+    cells = dict(zip(KINDS, meter.sent[0, 0, 0].tolist(), strict=True))
+    assert (cells["hidden"], cells["scales"], cells["padding"]) == ([0, 30], [0, 12], [42, 14])
+    assert meter.rows[0, 0, 0].tolist() == [3, 4]
+
+
+def test_rows_of_a_group_land_at_its_ranks():
+    meter = TrafficMeter(1, 5)
+    packed, parts = message(3, ("hidden", 10))
+    meter.record(Position(0, "dispatch"), packed, parts, [1, 2], [4, 0], np.array([1, 4]))
+    assert meter.sent[0, 0, 0].sum(axis=0).tolist() == [0, 10, 0, 0, 20]
+    assert meter.rows[0, 0, 0].tolist() == [0, 1, 0, 0, 2]
+    assert meter.received[0, 0, 0].tolist() == [0, 40, 0, 0, 0]
+
+
+def test_rows_in_shared_memory_are_counted_by_both_ends():
+    """Who lays out two rows that are taken three times counts three; takers count by themselves."""
+    meter, ranks, at = TrafficMeter(1, 4), np.array([0, 3]), Position(0, "dispatch")
+    _, parts = message(2, ("ids", 4), ("hidden", 10))
+    meter.put(at, parts, [1, 2], ranks)
+    meter.taken(at, 14, np.array([0, 5]), ranks)
+    cells = dict(zip(KINDS, meter.sent[0, 0, 0].tolist(), strict=True))
+    assert cells["ids"] == [4, 0, 0, 8] and cells["hidden"] == [10, 0, 0, 20]
+    assert meter.rows[0, 0, 0].tolist() == [1, 0, 0, 2]
+    assert meter.received[0, 0, 0].tolist() == [0, 0, 0, 70] and meter.collectives == 0
+    _, words = message(2, ("counts", 8))
+    meter.put(at, words, [2, 2], ranks)
+    assert meter.rows.sum() == 3
+    meter.enabled = False
+    meter.put(at, parts, [1, 2], ranks)
+    meter.taken(at, 14, [1, 1], ranks)
+    assert meter.rows.sum() == 3 and meter.received.sum() == 70
+
+
 def test_nothing_is_counted_while_disabled():
     meter = TrafficMeter(1, 2, enabled=False)
     packed, parts = message(2, ("hidden", 10))

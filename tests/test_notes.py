@@ -8,6 +8,7 @@ import pytest
 from page_text import ONLY_BESIDE, joined, note, table_rows, text_of
 from report_samples import SAMPLES, sample, sample_record
 
+from comm.report.table_rows import format_z
 from comm.report.units import format_bytes
 
 
@@ -162,6 +163,11 @@ def test_the_legend_explains_z() -> None:
     _, rows = table_rows(sample("default"))
     for dispatch, combine in zip(rows[0:8:2], rows[1:8:2], strict=True):
         assert dispatch[-1] == combine[-1]
+    assert rows[-1][-1] == format_z(sample("default")["totals"]["tiers"]["network"])
+    for name in ("training", "shared experts", "balanced"):
+        assert note(name, "z").endswith("phases of a layer that move the same rows share one z")
+    (whole,) = (row for row in table_rows(sample("training"))[1] if row[0] == "all")
+    assert whole[-1] == "0"  # the difference: two directions have no z together
 
 
 def test_columns_of_tiers_without_pairs_are_said_not_shown() -> None:

@@ -22,8 +22,7 @@ import numpy as np
 import pytest
 import torch
 
-from comm.analytic.oracle import count_rows
-from comm.analytic.owners import expert_owner
+from comm.analytic.oracle import exact_traffic
 from comm.dispatch import DISPATCHERS
 from comm.report.figures import FACTOR_NAMES
 from comm.report.full_scale import full_scale
@@ -34,8 +33,10 @@ from moe.__main__ import main
 from moe.cli import STATUSES
 from moe.conf_files import options
 from moe.config import compose
-from moe.settings import keys
-from moe.synthetic import topk_ids
+from moe.facts import run_shape
+from moe.plan import plan_on
+from moe.routing import SOURCES
+from moe.settings import REPLICA_CHOICES, keys
 
 ROOT = Path(__file__).parent.parent
 TEXTS = {
@@ -50,9 +51,20 @@ REALLY_RUN = {  # quick ones, and the end of the FULL SIZE line; the rest is com
     "wideep topology.ranks_per_node=4": ["3.521 MB", "4.709 MB", "8.158 MB"],
     "wideep model=hf model.path=path/to/config.json": [],
     "wideep router=learned": [],
+    "wideep mode=training layers=2 ep_size=4": [],
+    "wideep layers=2 expert_tp=2": [],
+    "wideep router=skew router.max_over_mean=2"
+    " placement=balance placement.num_redundant_experts=64": [],
 }
+RECORD = "wideep record_routing=true output_dir=recorded"
+REPLAY = "wideep router=replay router.path=recorded dispatcher=two_hop topology.ranks_per_node=4"
 RELEASED = """{"model_type": "mixtral", "hidden_size": 64, "moe_intermediate_size": 16,
  "num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2}"""
+LISTED = {  # document -> the options that it must explain
+    "dispatchers": DISPATCHERS,
+    "routers": SOURCES,
+    "placement": (*options("placement"), *REPLICA_CHOICES),
+}
 NO_JOB = {"pip": ["install -e ."], ".venv/bin/ruff": ["check .", "format ."]}
 NO_KEY = {"law"}  # an argument in Python, spelled like a key
 
@@ -106,6 +118,14 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+def record_routing(folder: Path) -> None:
+    """What an earlier command of the README has left: two tokens of the default model."""
+    folder.mkdir()
+    ids = np.arange(32, dtype=np.int32).reshape(1, 1, 2, 16)
+    header = json.dumps({"num_experts": 896, "top_k": 16})
+    np.savez(folder / "routing.npz", topk_ids=ids, header=header)
+
+
 def run(command: str, folder: Path) -> list[str]:
     """The lines that a command prints."""
     words, _ = words_of(command)
@@ -135,22 +155,23 @@ def default_run(tmp_path_factory):
 def carried(*words: str) -> dict:
     """FULL SIZE of a run, worked out from its seed without running it."""
     config = compose(words)
-    model, ranks = config.model, config.ranks
-    source = np.repeat(np.arange(ranks), config.tokens_per_rank)
-    layers = range(config.scale.layers)
-    chosen = [
-        topk_ids(config.seed, 0, layer, 0, len(source), model.num_experts, model.top_k)
-        for layer in layers
-    ]
-    owner = np.tile(expert_owner("contiguous", model.num_experts, ranks), (len(layers), 1))
-    rows = count_rows(config.dispatcher.name, np.stack(chosen)[None], source, owner, ranks).sum(0)
-    tiers = Topology.blocks(ranks, config.topology.ranks_per_node or ranks).tiers()
+    ranks, tokens = config.world_size, sum(config.tokens_per_rank)
+    topology = Topology.blocks(ranks, config.topology.ranks_per_node or ranks)
+    plan = plan_on(config, topology)
+    chosen = [plan.routing.choose(0, layer, 0, tokens).topk_ids for layer in range(plan.num_layers)]
+    exact = exact_traffic(run_shape(plan, plan.placements), np.stack(chosen)[None])
+    rows = exact.rows[:, exact.directions.index("forward")].sum(axis=0)  # [phase, src, dst]
     a_token = {
-        name: rows[tiers == tier].sum() / (len(source) * len(layers))
-        for tier, name in enumerate(TIER_NAMES)
+        phase: {
+            name: int(rows[p][topology.tiers() == tier].sum()) / (tokens * plan.num_layers)
+            for tier, name in enumerate(TIER_NAMES)
+        }
+        for p, phase in enumerate(exact.phases)
     }
-    both_ways = {"dispatch": a_token, "combine": a_token}
-    return full_scale(both_ways, asdict(model), config.dispatcher.name, asdict(config.wire))
+    dispatcher = config.dispatcher
+    return full_scale(
+        a_token, asdict(config.model), dispatcher.name, asdict(config.wire), dispatcher.deduplicate
+    )
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -159,6 +180,8 @@ def test_every_command_composes(command, folder, monkeypatch, capsys):
     if known is None:
         return
     words, ranks = known
+    if "router.path=recorded" in words:
+        record_routing(folder / "recorded")
     if ranks:
         monkeypatch.setenv("RANK", "0")
         monkeypatch.setenv("WORLD_SIZE", ranks)
@@ -176,6 +199,23 @@ def test_quick_commands_do_what_is_written(command, folder):
     (total,) = [line for line in page if re.match(r"  pass, \d+ rounds", line)]
     for figure in REALLY_RUN[command]:
         assert re.search(rf" {re.escape(figure)} ", total), total
+
+
+def test_a_recorded_run_is_replayed(folder):
+    assert RECORD in COMMANDS and REPLAY in COMMANDS
+    run(RECORD, folder)
+    run(REPLAY, folder)
+    (replayed,) = folder.glob("results/*/run.json")
+    records = [json.loads(path.read_text()) for path in (folder / "recorded/run.json", replayed)]
+    assert len({record["manifest"]["routing_sha256"] for record in records}) == 1
+
+
+def test_a_prediction_needs_no_ranks(folder):
+    (command,) = [line for line in COMMANDS if line.startswith("wideep predict")]
+    page = run(command, folder)
+    for convention in ("distinct ranks", "two hops", "all-gather"):
+        assert any(convention in line for line in page), convention
+    assert [path.name for path in folder.iterdir()] == ["path"]
 
 
 def test_the_small_benchmark_runs(folder):
@@ -259,6 +299,18 @@ def test_the_table_of_dispatchers_and_ranks():
             words = f"ranks={ranks} tokens={1024 // int(ranks)} layers=2 dispatcher={name.strip()}"
             total = carried(*words.split())["forward_pass"]["network_bytes"]
             assert cell.strip() == format_bytes(total), words
+
+
+def test_the_table_of_dispatchers_and_tiers():
+    section = README.partition("| 64 ranks on 8 nodes |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| `(\w+)` \| (.* MB) \| (.* MB) \|$", section, re.M)
+    assert [name for name, *_ in rows] == ["all_to_all", "rank_dedup", "two_hop"]
+    for name, between, inside in rows:
+        words = f"ranks=64 tokens=16 layers=2 topology.ranks_per_node=8 dispatcher={name}"
+        assert f"wideep {words}" in COMMANDS
+        total = carried(*words.split())["forward_pass"]
+        assert between == format_bytes(total["scale_out_bytes"]), words
+        assert inside == format_bytes(total["scale_up_bytes"]), words
 
 
 def test_the_other_answers():
@@ -356,3 +408,6 @@ def test_lists_are_complete():
         assert f"`{model}`" in README
     for name in (*DISPATCHERS, *WIRE_FORMATS):
         assert f"`{name}`" in READING
+    for folder, names in LISTED.items():
+        for name in names:
+            assert f"`{name}`" in TEXTS[f"docs/{folder}.md"], f"docs/{folder}.md: {name}"

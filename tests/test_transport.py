@@ -33,3 +33,28 @@ def test_rows_arrive_from_their_sources_and_nothing_of_the_old_memory_does():
         counts = 8 * (4 + 1)  # header and one count to each rank
         by_destination = [counts + 8 * rows for rows in rows_to[rank]]
         assert sent.sum(axis=0).tolist() == by_destination
+
+
+GROUPS = [[0, 2, 3], [1, 4, 5]]
+
+
+def test_a_group_exchanges_by_place_and_is_counted_by_rank():
+    rows_to = [[0, 2, 1], [3, 0, 0], [1, 1, 4]]
+    found = run_ranks(rank_bodies.exchange_poisoned, 6, rows_to, GROUPS)
+    for group in GROUPS:
+        for place, rank in enumerate(group):
+            rows_from, received, sent = found[rank]
+            assert rows_from == [rows_to[source][place] for source in range(3)]
+            sources = [group[source] for source in range(3) for _ in range(rows_to[source][place])]
+            assert received[:, 0].tolist() == sources
+            to_mates = [8 * (4 + 1) + 8 * rows for rows in rows_to[place]]
+            to_ranks = dict(zip(group, to_mates, strict=True))
+            assert sent.sum(axis=0).tolist() == [to_ranks.get(other, 0) for other in range(6)]
+
+
+def test_a_group_that_disagrees_names_its_ranks_in_the_world():
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(rank_bodies.disagree, 6, "row bytes", GROUPS, deadline_s=60)
+    text = failure.value.guilty.error
+    assert "SplitMismatch" in text and "640" in text and "512" in text
+    assert "rank 5" in text and any(f"rank {mate} " in text for mate in (1, 4))
