@@ -197,17 +197,32 @@ def _placements(config: Config, shape: ModelShape) -> tuple[ExpertPlacement, ...
     wanted, positions = config.placement, config.num_positions
     if wanted.name == "file":
         assert wanted.path is not None  # validated
-        model = config.model  # the file is of all its layers, a run takes the first of them
-        layers = read_placement(
-            wanted.path,
-            model.num_moe_layers,
-            model.num_experts,
-            positions,
-            num_dense_layers=model.num_dense_layers,
-        )
+        layers = _read_placement(config, shape, wanted.path)
         return tuple(
             placement_from_slots("file", shape.num_experts, *slots)
             for slots in layers[: shape.num_moe_layers]
         )
     name = wanted.name if wanted.name in PLACEMENTS else "contiguous"
     return (build_placement(name, shape.num_experts, positions),) * shape.num_moe_layers
+
+
+def _read_placement(
+    config: Config, shape: ModelShape, path: str
+) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+    """Of all the model's layers, of which a run takes the first, or of those that are run."""
+    model = config.model
+    try:
+        return read_placement(
+            path,
+            model.num_moe_layers,
+            model.num_experts,
+            config.num_positions,
+            num_dense_layers=model.num_dense_layers,
+        )
+    except ValueError as error:
+        try:
+            return read_placement(
+                path, shape.num_moe_layers, model.num_experts, config.num_positions
+            )
+        except ValueError:
+            raise error from None

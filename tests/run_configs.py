@@ -80,7 +80,7 @@ def _any_config(random: Random, world_size: int, base, folder: Path):
         seed=random.randrange(10_000),
         router=RouterConfig(name=random.choice(("uniform", "uniform", "learned", "w4", *LAWFUL))),
         placement=_any_placement(random, positions, layers, num_experts, folder),
-        dispatcher=_any_dispatcher(random),
+        dispatcher=_any_dispatcher(random, shape),
         wire=WireConfig(*(random.choice(list(WIRE_FORMATS)) for _ in range(3))),
         topology=TopologyConfig(node_of_rank=_any_nodes(random, world_size)),
         dtype=random.choice(("fp32", "fp32", "bf16", "fp16")),
@@ -98,10 +98,10 @@ def _any_nodes(random: Random, world_size: int) -> tuple[int, ...]:
     return tuple(random.randrange(count) for _ in range(world_size))
 
 
-def _any_dispatcher(random: Random) -> DispatcherConfig:
+def _any_dispatcher(random: Random, model) -> DispatcherConfig:
     name = random.choice(list(DISPATCHERS))
-    if name == "padded":  # the last factor drops nothing: there is room for a token's every choice
-        factor = random.choice((0.4, 0.75, 1.25, 2.0, 900.0))
+    if name == "padded":  # with the last factor each slot has room for every token
+        factor = random.choice((0.4, 0.75, 1.25, 2.0, model.num_experts / model.top_k))
         return DispatcherConfig(name, factor, renormalize=random.random() < 0.5)
     return DispatcherConfig(name, deduplicate=name == "one_sided" and random.random() < 0.5)
 

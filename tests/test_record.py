@@ -274,12 +274,8 @@ def test_full_scale_recomputes_the_row() -> None:
         "num_moe_layers": 92,
     }
     rows = {"self": 1.0, "scale_up": 2.0, "scale_out": 4.0}
-    full = full_scale(
-        {"dispatch": rows, "combine": rows},
-        shape,
-        "rank_dedup",
-        {"dispatch": "mxfp8", "combine": "bf16"},
-    )
+    wire = {"dispatch": "mxfp8", "combine": "bf16", "backward": "fp32"}
+    full = full_scale({"dispatch": rows, "combine": rows}, shape, "rank_dedup", wire)
     dispatch = full["phases"]["dispatch"]
     assert dispatch["payload_bytes"] == 6 * (3584 + 112)
     assert dispatch["metadata_bytes"] == 6 * 128
@@ -290,6 +286,9 @@ def test_full_scale_recomputes_the_row() -> None:
     assert full["headline_bytes"] == 229_376
     assert full["headline_at_payload_width_bytes"] == 114_688
     assert full["wire"] == {"dispatch": "mxfp8", "combine": "bf16"}
+    shards = full_scale({"tp_gather": rows, "tp_reduce": rows}, shape, "rank_dedup", wire)["phases"]
+    assert shards["tp_gather"]["row_bytes"] == {"hidden": 3584, "scales": 112}
+    assert shards["tp_reduce"]["row_bytes"] == {"hidden": 7168}
 
 
 def test_full_scale_has_every_phase_of_the_forward_pass() -> None:

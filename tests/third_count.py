@@ -125,29 +125,34 @@ class ThirdCount:
                 continue
             dst, filled = self.owner(layer, src, slot), min(wanted[slot], room)
             self.dropped += wanted[slot] - filled
-            for place in range(room):
-                self.row(layer, src, dst, empty=place >= filled)
+            self.rows_between(layer, src, dst, filled)
+            self.rows_between(layer, src, dst, room - filled, empty=True)
 
-    def row(self, layer, src, dst, empty=False):
-        """a row and what comes of it: its answer, and in training both ways again"""
+    def row(self, layer, src, dst):
+        self.rows_between(layer, src, dst, 1)
+
+    def rows_between(self, layer, src, dst, number, empty=False):
+        """rows and what comes of them: their answers, and in training both ways again"""
         wire, top_k = self.manifest["wire"], self.shape["top_k"]
         weights = 0 if self.name in COPIES else 4 * top_k
         ids = 4 if self.name == "one_sided" else weights
-        self.send(layer, "forward", "dispatch", src, dst, wire["dispatch"], empty, ids, weights)
-        self.send(layer, "forward", "combine", dst, src, wire["combine"], empty)
+        there, back, gradients = wire["dispatch"], wire["combine"], wire["backward"]
+        lot = (number, empty)
+        self.send(layer, "forward", "dispatch", src, dst, there, *lot, ids, weights)
+        self.send(layer, "forward", "combine", dst, src, back, *lot)
         if self.training:
-            self.send(layer, "backward", "combine", src, dst, wire["backward"], empty)
-            self.send(layer, "backward", "dispatch", dst, src, wire["backward"], empty, 0, weights)
+            self.send(layer, "backward", "combine", src, dst, gradients, *lot)
+            self.send(layer, "backward", "dispatch", dst, src, gradients, *lot, 0, weights)
 
-    def send(self, layer, direction, phase, src, dst, wire, empty, ids=0, weights=0):
+    def send(self, layer, direction, phase, src, dst, wire, number, empty, ids=0, weights=0):
         block, size = SCALES.get(wire, (1, 0))
         hidden, scales = ceil(self.width * BITS[wire] / 8), ceil(self.width / block) * size
         parts = {"hidden": hidden, "scales": scales, "ids": ids, "weights": weights}
         if empty:
             parts = {"padding": hidden + scales}
         for kind, size in parts.items():
-            self.book(layer, direction, phase, kind, src, dst, size)
-        self.rows[layer, direction, phase, src, dst] += 1
+            self.book(layer, direction, phase, kind, src, dst, number * size)
+        self.rows[layer, direction, phase, src, dst] += number
 
     def book(self, *cell_and_size):
         *cell, size = cell_and_size
