@@ -13,6 +13,12 @@ taken all it wants. So nobody writes where somebody still reads. `begin` insists
 before is over, and whoever takes rows copies them out, or is done with them, before it begins
 another round.
 
+After `meet` of round n everybody has published n, hence finished round n - 1: its copy is free from
+then on, not only from `begin` of round n + 1. `lend` hands this rank's rows of it out ahead, to be
+filled in place. That is safe where nobody else writes them: an area is either written by each rank
+in its own region only (answers), or handed back into by the others (rows), and only the first kind
+is lent.
+
 The memory is a memfd: it has no name in any folder, its size is not bound by that of /dev/shm, and
 it ends with the last process that has it, however that ended. A region is sparse: it spans more
 than any rank should ever need, and only what is used exists. Pages stay once they are there, so
@@ -43,7 +49,7 @@ from comm.wire import Parts
 from comm.world import RankGroup
 
 SPAN_BYTES = 1 << 40  # addresses, not memory: a process has 128 TiB, a transport takes one
-AREAS = {"words": 1, "ids": 4, "rows": 59}  # what a copy is divided into, in 64ths
+AREAS = {"words": 1, "ids": 4, "rows": 30, "answers": 29}  # what a copy is divided into, in 64ths
 TAG_WORDS = 4  # what each rank says about a round: it must mean the same as the others
 STEP_BYTES = 64 << 20  # memory is asked for in steps, each after a look at what is left
 MIB = 1 << 20
@@ -85,8 +91,10 @@ class Window:
         )
         self._areas = _divide(span, self.size, tags_at + self._tags.nbytes)
         self._tables: dict[tuple[int, str, int], Tensor] = {}
+        self._words: dict[tuple[int, str, type], np.ndarray] = {}
         self._reserved: dict[tuple[int, str, int, int], int] = {}
         self._round, self._open = 0, False
+        self._lent = self._bytes[:0]
 
     def begin(self) -> None:
         """Start the next round, when this rank is done with what it took in the last."""
@@ -100,9 +108,30 @@ class Window:
         place: whose region; by agreement, each row has one writer in a round
         Raises WindowError where there is no memory for them.
         """
-        self._reserve(area, start + num_rows, row_bytes, place)
-        first = place * self.stride(area, row_bytes) + start
-        return self.table(area, row_bytes)[first : first + num_rows]
+        return self._room(self._copy, area, num_rows, row_bytes, place, start)
+
+    def lend(self, area: str, num_rows: int, row_bytes: int) -> tuple[Tensor, int]:
+        """What `room` will give this rank in the next round, to be filled before it begins: uint8
+        [num_rows, b], and a number that `refuse_outdated` wants to hear.
+
+        Between `meet` and `begin` only. Any round but the next one uses the memory for its own.
+        """
+        assert not self._open, "memory of the next round is lent out before this one is over"
+        copy = (self._round + 1) % 2
+        self._lent = self._room(copy, area, num_rows, row_bytes, self.place, 0)
+        return self._lent, self._round + 1
+
+    def refuse_outdated(self, values: Tensor, lent: int) -> None:
+        """Raise RuntimeError for values in memory of the window that was not lent out for the next
+        round under this number: another round has it for its own."""
+        if not values.numel() or not _same_storage(values, self._bytes):
+            return
+        behind = values.data_ptr() - self._lent.data_ptr()
+        if lent != self._round + 1 or not 0 <= behind < self._lent.numel():
+            raise RuntimeError(
+                "expert_output lies in memory that was lent to an earlier dispatch and is in use"
+                " again: combine before the next dispatch, or clone what is kept longer"
+            )
 
     def put(self, area: str, parts: Parts) -> Tensor:
         """Lay parts side by side in this rank's region: uint8 [N, b] there."""
@@ -128,31 +157,46 @@ class Window:
 
     def stride(self, area: str, row_bytes: int) -> int:
         """Rows from one rank's first row to the next one's."""
-        return self._areas[self._copy][area].region // row_bytes
+        return self._areas[0][area].region // row_bytes
 
     def table(self, area: str, row_bytes: int) -> Tensor:
         """All regions: uint8 [R * stride, b]. What nobody put reads as zeros or stale rows."""
-        key = (self._copy, area, row_bytes)
+        return self._table(self._copy, area, row_bytes)
+
+    def words(self, area: str, dtype: type) -> np.ndarray:
+        """All regions as numbers: [R, stride]."""
+        key = (self._copy, area, dtype)
+        words = self._words.get(key)
+        if words is None:
+            table = self.table(area, np.dtype(dtype).itemsize).numpy()
+            words = self._words[key] = table.view(dtype).reshape(self.size, -1)
+        return words
+
+    def _room(
+        self, copy: int, area: str, num_rows: int, row_bytes: int, place: int, start: int
+    ) -> Tensor:
+        self._reserve(copy, area, start + num_rows, row_bytes, place)
+        first = place * self.stride(area, row_bytes) + start
+        return self._table(copy, area, row_bytes)[first : first + num_rows]
+
+    def _table(self, copy: int, area: str, row_bytes: int) -> Tensor:
+        key = (copy, area, row_bytes)
         table = self._tables.get(key)
         if table is None:
             num_rows = self.size * self.stride(area, row_bytes)
-            start = self._areas[self._copy][area].start
+            start = self._areas[copy][area].start
             with torch.inference_mode(False):
                 table = self._bytes[start : start + num_rows * row_bytes].view(num_rows, row_bytes)
             self._tables[key] = table
         return table
 
-    def words(self, area: str, dtype: type) -> np.ndarray:
-        """All regions as numbers: [R, stride]."""
-        return self.table(area, np.dtype(dtype).itemsize).numpy().view(dtype).reshape(self.size, -1)
-
     @property
     def _copy(self) -> int:
         return self._round % 2
 
-    def _reserve(self, area: str, num_rows: int, row_bytes: int, place: int) -> None:
+    def _reserve(self, copy: int, area: str, num_rows: int, row_bytes: int, place: int) -> None:
         """Have the pages before they are touched: a touch that fails would kill the process."""
-        key = (self._copy, area, row_bytes, place)
+        key = (copy, area, row_bytes, place)
         held = self._reserved.get(key, 0)
         if num_rows <= held:
             return
@@ -164,7 +208,7 @@ class Window:
             )
         # A quarter more than asked, so that ragged steps do not grow it again and again.
         wanted = min(stride, num_rows + num_rows // 4)
-        first = self._areas[self._copy][area].start + (place * stride + held) * row_bytes
+        first = self._areas[copy][area].start + (place * stride + held) * row_bytes
         last = first + (wanted - held) * row_bytes
         for start in range(first, last, STEP_BYTES):
             _allocate(self._fd, start, min(STEP_BYTES, last - start))
@@ -200,6 +244,10 @@ def open_window(group: RankGroup, timeout_s: float) -> Window:
         if outcome is not None:
             raise WindowError(f"shared memory: rank {peer.rank}: {outcome}")
     return window
+
+
+def _same_storage(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _span() -> int:

@@ -175,7 +175,8 @@ class Experts(nn.Module):
     def forward(self, expert_input: Tensor, tokens_per_expert: Tensor) -> Tensor:
         """Apply each expert to its rows.
 
-        expert_input: [M, W] expert-major, in slot order
+        expert_input: [M, W] expert-major, in slot order; overwritten with the result in inference
+            mode, so that what comes back to the dispatcher lies where it has put the rows
         tokens_per_expert: int64 [E_local] on the CPU, sums to M
         returns: [M, W], same order
         """
@@ -197,7 +198,8 @@ class Experts(nn.Module):
                 strict=True,
             )
         ]
-        return torch.cat(outputs)
+        in_place = torch.is_inference_mode_enabled() and expert_input.dtype == self.down.dtype
+        return torch.cat(outputs, out=expert_input if in_place else None)
 
 
 class IdentityExperts(nn.Module):

@@ -214,10 +214,9 @@ def row_taken_from_the_round_before(patch):
 
 def before(shared_round):
     """The table of the round before: the other copy of the window."""
-    window = shared_round._window
-    window._round -= 1
-    table = window.table("rows", shared_round.row_bytes)
-    window._round += 1
+    shared_round._window._round -= 1
+    table = shared_round.table
+    shared_round._window._round += 1
     return table
 
 

@@ -68,7 +68,10 @@ def _any_config(random: Random, world_size: int, base, folder: Path):
     ep_size = random.choice((None, None, random.choice(divisors)))
     positions = ep_size or world_size
     layers = random.choice((1, 2))
-    small = world_size <= 12  # gradients of 72 ranks are summed elsewhere
+    # gradients of 72 ranks are summed elsewhere
+    mode = random.choice(
+        ("inference", "inference", "training" if world_size <= 12 else "inference")
+    )
     return replace(
         base,
         model=shape,
@@ -81,13 +84,20 @@ def _any_config(random: Random, world_size: int, base, folder: Path):
         router=RouterConfig(name=random.choice(("uniform", "uniform", "learned", "w4", *LAWFUL))),
         placement=_any_placement(random, positions, layers, num_experts, folder),
         dispatcher=_any_dispatcher(random, shape),
-        wire=WireConfig(*(random.choice(list(WIRE_FORMATS)) for _ in range(3))),
+        wire=_any_wire(random, mode),
         topology=TopologyConfig(node_of_rank=_any_nodes(random, world_size)),
         dtype=random.choice(("fp32", "fp32", "bf16", "fp16")),
-        mode=random.choice(("inference", "inference", "training")) if small else "inference",
+        mode=mode,
         chunks=random.choice((1, 1, 2, 3)),
         ep_size=ep_size,
     )
+
+
+def _any_wire(random: Random, mode: str) -> WireConfig:
+    formats = list(WIRE_FORMATS)
+    # What four bits do to a row, an expert with but that row has in its gradient several times over
+    there = [name for name in formats if mode == "inference" or not name.endswith("fp4")]
+    return WireConfig(random.choice(there), random.choice(formats), random.choice(formats))
 
 
 def _any_nodes(random: Random, world_size: int) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ def test_every_page_fits_and_is_ascii(name: str) -> None:
         *("TIME", "RESULTS"),
     ]
     if "no tokens" in name or "nothing to do" in name:
-        sections.remove("FULL SIZE")
+        sections = [title for title in sections if title not in ("FULL SIZE", "CONVENTIONS")]
     assert heads == sections
 
 
@@ -311,7 +311,7 @@ def test_the_headline_says_where_the_reduced_width_inflates_it() -> None:
 def test_the_page_has_one_word_for_one_thing(name: str) -> None:
     lines = text_of(sample(name))
     field = [i for i, text in enumerate(lines) if text.startswith(("CONVENTIONS", "TIME"))]
-    text = " ".join(lines[: field[0]] + lines[field[1] :])  # the field has words of its own
+    text = " ".join(lines[: field[0]] + lines[field[-1] :])  # the field has words of its own
     for word in ("scale_up", "scale_out", "scale up", "remote", "backward dispatch"):
         assert word not in text
     for word in ("network", "self"):

@@ -58,6 +58,7 @@ def test_remainder_experts_are_spread(runs):
     ],
 )
 def test_tiers_follow_the_nodes_and_sum_to_the_total(runs, name, nodes, num_nodes, source):
+    """Field cases 28 and 29: ranks dealt out to nodes, and nodes of three ranks and one."""
     run = runs[name]
     manifest, totals = run.record["manifest"], run.record["totals"]
     assert manifest["node_of_rank"] == nodes and manifest["num_nodes"] == num_nodes

@@ -3,15 +3,18 @@
 import itertools
 from dataclasses import replace
 
+import lent_bodies
 import numpy as np
 import one_sided_bodies as bodies
 import pytest
 import torch
 from gradient_bodies import Case, by_expert, plain
+from model_presets import small
 from test_gradients import FP32_BOUND, errors_of
 
 from comm.meter import DIRECTIONS, KINDS, Position, TrafficMeter
 from comm.spawn import RankFailure, run_ranks
+from moe.experts import Experts
 
 TWINS = {"one_sided": "all_to_all", "one_sided_dedup": "rank_dedup"}
 LIKE_CASES = [
@@ -194,6 +197,41 @@ def test_what_cannot_work_is_refused_when_built(deduplicate):
 
 def test_inference_and_training_share_a_window():
     assert run_ranks(bodies.in_every_mode, 2, deadline_s=60) == [[True] * 14] * 2
+
+
+@pytest.mark.parametrize(("world_size", "num_experts"), [(1, 4), (3, 12), (3, 2)])
+def test_rows_are_lent_where_the_answers_will_lie(world_size, num_experts):
+    """Given back as they are, changed in place or copied; grown; on a rank without experts too."""
+    for right in run_ranks(lent_bodies.lent_memory, world_size, num_experts, deadline_s=60):
+        assert len(right) == 24 and all(right.values()), right
+
+
+@pytest.mark.parametrize(("world_size", "num_experts"), [(1, 4), (3, 12)])
+def test_memory_that_is_in_use_again_is_refused(world_size, num_experts):
+    for right in run_ranks(lent_bodies.outdated_memory, world_size, num_experts, deadline_s=60):
+        assert len(right) == 9 and all(value is True for value in right.values()), right
+
+
+def test_what_somebody_keeps_or_converts_is_not_lent():
+    wanted = {"no grad": False, "training": False, "converted": False}
+    assert run_ranks(lent_bodies.not_lent, 2, deadline_s=60) == [wanted] * 2
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_each_chunk_is_lent_its_own(chunks):
+    assert run_ranks(lent_bodies.lent_to_chunks, 3, chunks, deadline_s=60) == [True] * 3
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 2], [0, 0, 0]])
+def test_experts_write_over_their_rows_in_inference_only(counts):
+    experts = Experts(small("kimi_k3"), [0, 1, 2], seed=0, layer=0)
+    rows = torch.randn(sum(counts), experts.down.shape[1])
+    with torch.no_grad():
+        kept, wanted = rows.clone(), experts(rows, torch.tensor(counts))
+    assert torch.equal(rows, kept)
+    with torch.inference_mode():
+        output = experts(rows, torch.tensor(counts))
+    assert output.data_ptr() == rows.data_ptr() and torch.equal(output, wanted)
 
 
 def test_the_option_chooses():

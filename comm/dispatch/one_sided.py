@@ -9,6 +9,10 @@ A token's row is laid out once, whoever takes it and however often. One index ov
 regions brings rows straight into expert-major order; one more brings the answers to their token and
 adds them up, ascending k.
 
+In inference mode, and where rows are values of the compute type on all their way, experts get their
+rows in memory that the coming combine reads: if their output lies there too, it is not laid out
+again. So `expert_input` is valid until the combine of its dispatch, or until another dispatch.
+
 Legend: T tokens, K choices, N copies of this rank's tokens, M rows for its experts, S slots,
 R ranks, e slots of this rank, W width.
 """
@@ -17,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -25,7 +30,7 @@ from torch import Tensor
 from comm import permute
 from comm.barrier import refusal
 from comm.dispatch.base import Combined, Dispatcher, DispatchResult, DispatchSetup
-from comm.dispatch.shared_round import SharedRound
+from comm.dispatch.shared_round import Letters, SharedRound, letters
 from comm.meter import Position
 from comm.wire import CastFormat, WireFormat, pack, view_as
 
@@ -51,18 +56,22 @@ def one_sided(setup: DispatchSetup) -> Dispatcher:
 
 @dataclass(frozen=True)
 class OneSidedHandle:
-    """choice: int64 [N] flat (token, k) of each copy, in slot order
-    copies_of: int64 [S], how many of them each slot has
+    """slots: int64 [T, K], S for none
+    choice: int64 [N] flat (token, k) of each copy, in slot order
+    copies_before: int64 [S + 1], how many of them slots before each have
     starts, counts: int64 [R, e]: where among each source's copies those for each slot of this rank
         begin, and how many they are
     weights: fp32 [T, K]
+    lent: number under which the window lent out the memory of expert_input; 0: it did not
     """
 
+    slots: Tensor
     choice: Tensor
-    copies_of: np.ndarray
+    copies_before: np.ndarray
     starts: np.ndarray
     counts: np.ndarray
     weights: Tensor
+    lent: int = 0
 
 
 class OneSided(Dispatcher[OneSidedHandle]):
@@ -80,58 +89,72 @@ class OneSided(Dispatcher[OneSidedHandle]):
         round_ = self._round("dispatch", "forward", setup.wire_dispatch)
         choice, rows_per_slot = permute.order_by_slot(slots, setup.placement.num_slots)
         copies_of = rows_per_slot.numpy()
-        token = permute.token_of(choice, setup.top_k).to(torch.int32)
-        ids = round_.lay_out_list(token)
-        round_.lay_out(setup.wire_dispatch, hidden, self._by_rank(copies_of), ids)
-        bounds = setup.placement.first_slot
-        round_.announce(copies_of.cumsum() - copies_of, copies_of, bounds)
+        before = sums_before(copies_of)
+        ids = round_.lay_out_list(permute.token_of(choice, setup.top_k))
+        round_.lay_out(setup.wire_dispatch, hidden, self._by_rank(before), ids)
+        round_.announce(before[:-1], copies_of, self._letters)
         round_.publish()
-        first_slot = int(bounds[setup.rank])
 
         def finish() -> DispatchResult[OneSidedHandle]:
             round_.meet()
+            first_slot = int(setup.placement.first_slot[setup.rank])
             starts, counts = round_.hear_announced(first_slot, setup.num_local_slots)
-            at, source = expert_major(starts, counts)
-            index = torch.from_numpy(round_.listed(at, source) + source * round_.stride)
-            rows = round_.take(index)
+            token = round_.listed(expert_major(starts, counts, round_.list_stride))
+            round_.lends = self._lends()
+            rows = round_.take(torch.from_numpy(token + source_rows(counts, round_.stride)))
             return DispatchResult(
                 setup.wire_dispatch.decode(rows, setup.width, setup.dtype),
                 torch.from_numpy(counts.sum(0)),
-                OneSidedHandle(choice, copies_of, starts, counts, topk_weights),
+                OneSidedHandle(slots, choice, before, starts, counts, topk_weights, round_.lent),
             )
 
         return finish
+
+    def _lends(self) -> bool:
+        """May expert_input lie where the answers will? Nobody keeps it for backward, and neither
+        way is there anything to convert."""
+        setup, wires = self.setup, (self.setup.wire_dispatch, self.setup.wire_combine)
+        return torch.is_inference_mode_enabled() and all(
+            sums_in_place(wire, setup.dtype) for wire in wires
+        )
 
     def _start_combine(
         self, expert_output: Tensor, handle: OneSidedHandle
     ) -> Callable[[], Combined]:
         setup, wire = self.setup, self.setup.wire_combine
         keep_answers = expert_output.requires_grad or handle.weights.requires_grad
-        round_ = self._round("combine", "forward", wire)
+        setup.transport.window.refuse_outdated(expert_output, handle.lent)
+        round_ = self._round("combine", "forward", wire, "answers")
         round_.lay_out(wire, expert_output, handle.counts.sum(1))
         round_.tell(begins(handle.counts).ravel(), np.full(setup.world_size, setup.num_local_slots))
         round_.publish()
 
         def finish() -> Combined:
             round_.meet()
-            index = self._answers_to(handle, round_)
+            shift = torch.from_numpy(self._shift_of_slot(handle, round_))
             if keep_answers or not sums_in_place(wire, setup.dtype):
+                slot = handle.slots.flatten().index_select(0, handle.choice)
+                index = torch.arange(len(slot)) + shift.index_select(0, slot)
                 answers = wire.decode(round_.take(index), setup.width, setup.dtype)
                 return Combined(self._sum(answers, handle), answers)
-            round_.count_taken(index)
-            table = view_as(round_.table, setup.dtype)
-            return Combined(self._sum(table, handle, index))
+            return Combined(self._sum_in_place(round_, handle, shift))
 
         return finish
 
-    def _answers_to(self, handle: OneSidedHandle, round_: SharedRound) -> Tensor:
-        """Row numbers in the table of the answers to this rank's copies: int64 [N]."""
-        setup, placement = self.setup, self.setup.placement
+    def _shift_of_slot(self, handle: OneSidedHandle, round_: SharedRound) -> np.ndarray:
+        """How far on from a copy's number is that of its answer in the table: int64 [S]."""
+        placement = self.setup.placement
         slots = placement.slots_per_rank
-        begin = np.concatenate(round_.hear(slots * setup.rank, slots))
-        copies_of = handle.copies_of
-        begin = begin + placement.slot_rank * round_.stride - (copies_of.cumsum() - copies_of)
-        return torch.from_numpy(np.arange(copies_of.sum()) + begin.repeat(copies_of))
+        begin = np.concatenate(round_.hear(slots * self.setup.rank, slots))
+        return begin + placement.slot_rank * round_.stride - handle.copies_before[:-1]
+
+    def _sum_in_place(self, round_: SharedRound, handle: OneSidedHandle, shift: Tensor) -> Tensor:
+        """Each token's answers added up where they lie, ascending k: [T, W]."""
+        copy, first, valid = self._in_choice_order(handle)
+        index = copy + shift.index_select(0, handle.slots.flatten()[valid])
+        round_.count_taken(index)
+        table = view_as(round_.table, self.setup.dtype)
+        return permute.weighted_sum(table, index, first, handle.weights.flatten()[valid])
 
     def _combine_backward(
         self, grad: Tensor, expert_output: Tensor, answers: Tensor | None, handle: OneSidedHandle
@@ -148,11 +171,11 @@ class OneSided(Dispatcher[OneSidedHandle]):
         """Gradients [N, W] in the order of `choice` to those of the expert-major rows [M, W]."""
         setup, wire = self.setup, self.setup.gradients
         round_ = self._round("combine", "backward", wire)
-        round_.lay_out(wire, rows, self._by_rank(handle.copies_of))
+        round_.lay_out(wire, rows, self._by_rank(handle.copies_before))
         round_.publish()
         round_.meet()
-        at, source = expert_major(handle.starts, handle.counts)
-        taken = round_.take(torch.from_numpy(at + source * round_.stride))
+        index = expert_major(handle.starts, handle.counts, round_.stride)
+        taken = round_.take(torch.from_numpy(index))
         return wire.decode(taken, setup.width, setup.dtype)
 
     def _dispatch_backward(
@@ -168,37 +191,35 @@ class OneSided(Dispatcher[OneSidedHandle]):
         round_.hand_back(pack(parts), parts, starts.tolist(), order)
         round_.publish()
         round_.meet()
-        rows = round_.take_own(self._by_rank(handle.copies_of))
+        rows = round_.take_own(self._by_rank(handle.copies_before))
         rows = wire.decode(rows, setup.width, setup.dtype)
         return self._sum(rows, handle, weighted=False), grad_weights
 
-    def _sum(
-        self,
-        rows: Tensor,
-        handle: OneSidedHandle,
-        index: Tensor | None = None,
-        weighted: bool = True,
-    ) -> Tensor:
-        """Each token's rows added up, ascending k: [T, W].
-
-        rows: [*, W], of which `index` [N] are those of the copies; None: all of them, in order
-        """
-        row, first_row, valid = permute.rows_in_choice_order(
-            handle.choice, len(handle.weights), self.setup.top_k
-        )
-        row = row if index is None else index.index_select(0, row)
+    def _sum(self, rows: Tensor, handle: OneSidedHandle, weighted: bool = True) -> Tensor:
+        """Each token's rows added up, ascending k: [T, W]; rows: [N, W], in the copies' order."""
+        copy, first, valid = self._in_choice_order(handle)
         weights = handle.weights.flatten()[valid] if weighted else None
-        return permute.weighted_sum(rows, row, first_row, weights)
+        return permute.weighted_sum(rows, copy, first, weights)
 
-    def _round(self, phase: str, direction: str, wire: WireFormat) -> SharedRound:
+    def _in_choice_order(self, handle: OneSidedHandle) -> tuple[Tensor, Tensor, Tensor | slice]:
+        tokens = len(handle.weights)
+        return permute.rows_in_choice_order(handle.choice, tokens, self.setup.top_k)
+
+    def _round(
+        self, phase: str, direction: str, wire: WireFormat, area: str = "rows"
+    ) -> SharedRound:
         width = self.setup.width
         row_bytes = wire.hidden_bytes(width) + wire.scale_bytes(width)
         position = Position(self.setup.layer, phase, direction)
-        return SharedRound(self.setup.transport, position, row_bytes, wire.code)
+        return SharedRound(self.setup.transport, position, row_bytes, wire.code, area)
 
-    def _by_rank(self, of_slot: np.ndarray) -> np.ndarray:
-        """Sum over each rank's slots: int64 [S] -> [R]."""
-        return np.diff(np.append(0, of_slot.cumsum())[self.setup.placement.first_slot])
+    @cached_property
+    def _letters(self) -> Letters:
+        return letters(self.setup.placement.first_slot)
+
+    def _by_rank(self, copies_before: np.ndarray) -> np.ndarray:
+        """How many copies are for each rank: int64 [S + 1] -> [R]."""
+        return np.diff(copies_before[self.setup.placement.first_slot])
 
 
 def sums_in_place(wire: WireFormat, dtype: torch.dtype) -> bool:
@@ -206,16 +227,29 @@ def sums_in_place(wire: WireFormat, dtype: torch.dtype) -> bool:
     return isinstance(wire, CastFormat) and wire.dtype == dtype
 
 
-def expert_major(starts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where the rows of this rank's experts come from: int64 [M] each, the place among the source's
-    copies and the source, expert after expert, in each by source.
+def sums_before(counts: np.ndarray) -> np.ndarray:
+    """How many there are before each, and in all: int64 [S] -> [S + 1]."""
+    sums = np.zeros(len(counts) + 1, np.int64)
+    counts.cumsum(out=sums[1:])
+    return sums
 
-    starts, counts: int64 [R, e], of each run of copies
+
+def expert_major(starts: np.ndarray, counts: np.ndarray, stride: int) -> np.ndarray:
+    """Where the copies for this rank's experts lie: int64 [M] source * stride + place, expert after
+    expert, in each by source.
+
+    starts, counts: int64 [R, e], of each run of copies, the place of the first and how many
     """
     runs = counts.T.ravel()
     wanted_at = runs.cumsum() - runs
-    at = np.arange(runs.sum()) + (starts.T.ravel() - wanted_at).repeat(runs)
-    return at, np.tile(np.arange(len(counts)), counts.shape[1]).repeat(runs)
+    begins_at = (starts + stride * np.arange(len(starts))[:, None]).T.ravel()
+    return np.arange(runs.sum()) + (begins_at - wanted_at).repeat(runs)
+
+
+def source_rows(counts: np.ndarray, stride: int) -> np.ndarray:
+    """source * stride of each copy, in the same order: int64 [M]; counts: int64 [R, e]"""
+    firsts = stride * np.arange(len(counts))[None]
+    return firsts.repeat(counts.shape[1], axis=0).ravel().repeat(counts.T.ravel())
 
 
 def begins(counts: np.ndarray) -> np.ndarray:

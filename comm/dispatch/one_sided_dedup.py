@@ -21,7 +21,7 @@ from comm.dispatch.base import DispatchResult
 from comm.dispatch.by_rank import ByRankHandle
 from comm.dispatch.hop import Hop
 from comm.dispatch.rank_dedup import RankDedup
-from comm.dispatch.shared_round import SharedRound
+from comm.dispatch.shared_round import SharedRound, letters
 from comm.meter import Position
 from comm.transport import Transport
 from comm.wire import Parts, pack
@@ -70,7 +70,8 @@ def start_shared_hop(
     rows_to = destinations.sum(1).numpy()
     round_.lay_out_selected(rows, destinations.nonzero()[:, 1], parts, rows_to)
     rank = transport.group.rank
-    round_.announce(rows_to.cumsum() - rows_to, rows_to, np.arange(len(rows_to) + 1))
+    places = letters(np.arange(len(rows_to) + 1))
+    round_.announce(rows_to.cumsum() - rows_to, rows_to, places)
     round_.publish()
 
     def finish() -> tuple[Tensor, SharedHop]:

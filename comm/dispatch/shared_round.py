@@ -7,53 +7,81 @@ takes is booked by the taker, from the very index that it takes rows with.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from comm.meter import ALL_PHASES, DIRECTIONS, Position
-from comm.transport import Transport, check_headers
+from comm.meter import ALL_PHASES, DIRECTIONS, EVERY_RANK, Position
+from comm.transport import HEADER_FIELDS, Transport, check_headers
 from comm.wire import CastFormat, Parts, WireFormat, as_bytes, view_as
+
+HEADER_WORDS = len(HEADER_FIELDS)
+
+
+@dataclass(frozen=True)
+class Letters:
+    """Where things lie in one counts message for each rank, one after another.
+
+    headers: int64 [R, 4] of the header's words; runs: int64 [S] of each run's word
+    lengths: int64 [R] words
+    """
+
+    headers: np.ndarray
+    runs: np.ndarray
+    lengths: np.ndarray
+
+
+def letters(bounds: np.ndarray) -> Letters:
+    """bounds: int64 [R + 1]; runs bounds[r] to bounds[r + 1] are told to rank r."""
+    runs, places = np.diff(bounds), np.arange(len(bounds) - 1)
+    headers_at = bounds[:-1] + HEADER_WORDS * places
+    runs_at = np.arange(bounds[-1]) + HEADER_WORDS * (places + 1).repeat(runs)
+    return Letters(headers_at[:, None] + np.arange(HEADER_WORDS), runs_at, runs + HEADER_WORDS)
 
 
 class SharedRound:
     """A phase of one rank. A round that began must meet before the next one of its transport.
 
     row_bytes: of a row in a region; wire_code: what the header calls its format
+    area: of the window, that rows lie in
+    header: int64 [4] comm.transport.HEADER_FIELDS, as of a counts message
+    stride: row number of the first row of rank 1, of rank 2 less that of rank 1, and so on
+    lends: take rows into memory that the next round will find them in, if it lays out answers
+    lent: what comm.shm.Window.refuse_outdated wants to hear of them; 0 for none
     """
 
     def __init__(
-        self, transport: Transport, position: Position, row_bytes: int, wire_code: int
+        self,
+        transport: Transport,
+        position: Position,
+        row_bytes: int,
+        wire_code: int,
+        area: str = "rows",
     ) -> None:
-        self.position, self.row_bytes, self._wire_code = position, row_bytes, wire_code
+        self.position, self.row_bytes, self._area = position, row_bytes, area
         self._window, self._meter = transport.window, transport.meter
-        self._ranks = np.array(transport.group.ranks)
+        self._group = transport.group
+        whole = self._group.size == self._meter.world_size
+        self._ranks = EVERY_RANK if whole else np.array(self._group.ranks)
         self._place = transport.group.rank
-        self._window.begin()
-
-    @property
-    def header(self) -> np.ndarray:
-        """int64 [4] comm.transport.HEADER_FIELDS, as of a counts message."""
-        position = self.position
         phase = ALL_PHASES.index(position.phase)
-        return np.array([position.layer, phase, self.row_bytes, self._wire_code])
-
-    @property
-    def stride(self) -> int:
-        """Row number of the first row of rank 1, of rank 2 less that of rank 1, and so on."""
-        return self._window.stride("rows", self.row_bytes)
+        self.header = np.array([position.layer, phase, row_bytes, wire_code])
+        self.stride = self._window.stride(area, row_bytes)
+        self.lends, self.lent = False, 0
+        self._window.begin()
 
     @property
     def table(self) -> Tensor:
         """Every rank's rows: uint8 [R * stride, row_bytes]. What is read in it is not counted."""
-        return self._window.table("rows", self.row_bytes)
+        return self._window.table(self._area, self.row_bytes)
 
     def tell(self, words: np.ndarray, lengths: np.ndarray) -> None:
         """Lay out a counts message for each rank, one after another: int64 words, lengths [R]."""
-        packed = torch.from_numpy(words).view(-1, 1).view(torch.uint8)
-        self._window.put("words", [("counts", packed)])
-        self._meter.put(self.position, [("counts", packed)], lengths, self._ranks)
+        room = self._window.room("words", len(words), 8, self._place)
+        room.numpy().view(np.int64)[:, 0] = words
+        self._meter.put(self.position, [("counts", room)], lengths, self._ranks)
 
     def hear(self, starts: np.ndarray, lengths: np.ndarray) -> list[np.ndarray] | np.ndarray:
         """Take each rank's message to this one: lengths [R] words from starts [R] on in all that it
@@ -67,21 +95,17 @@ class SharedRound:
             for told, start, length in zip(table, starts, lengths, strict=True)
         ]
 
-    def announce(self, starts: np.ndarray, lengths: np.ndarray, bounds: np.ndarray) -> None:
+    def announce(self, starts: np.ndarray, lengths: np.ndarray, places: Letters) -> None:
         """Tell each rank where its runs of rows begin and how long they are; starts, lengths:
-        int64 [runs], of which bounds[r] to bounds[r + 1] are rank r's.
+        int64 [runs], all ranks' one after another.
 
         A message is the header and a word for each run, of two halves.
         """
-        assert lengths.sum() < 1 << 31, "places of rows are told in 32 bits"
-        header_words, runs = len(self.header), np.diff(bounds)
-        headers_at = bounds[:-1] + header_words * np.arange(len(runs))
-        words = np.empty(len(starts) + header_words * len(runs), np.int64)
-        words[headers_at[:, None] + np.arange(header_words)] = self.header
-        place = np.arange(len(runs)).repeat(runs)
-        halves = np.stack([starts, lengths], axis=1).astype(np.int32)
-        words[np.arange(len(starts)) + header_words * (place + 1)] = halves.view(np.int64).ravel()
-        self.tell(words, header_words + runs)
+        assert not len(starts) or starts[-1] + lengths[-1] < 1 << 31, "rows are told in 32 bits"
+        words = np.empty(len(starts) + places.headers.size, np.int64)
+        words[places.headers] = self.header
+        words[places.runs] = lengths << 32 | starts
+        self.tell(words, places.lengths)
 
     def hear_announced(self, first_run: int, num_runs: int) -> tuple[np.ndarray, np.ndarray]:
         """The same of each rank, about its runs for this one: starts, lengths, int64 [R, num_runs].
@@ -89,31 +113,33 @@ class SharedRound:
 
         first_run: `bounds` of this rank, the same on all
         """
-        size, header_words = len(self._ranks), len(self.header)
-        start, length = header_words * self._place + first_run, header_words + num_runs
+        size = self._group.size
+        start, length = HEADER_WORDS * self._place + first_run, HEADER_WORDS + num_runs
         heard = self.hear(np.full(size, start), np.full(size, length))
-        self._check(heard[:, :header_words], self.header)
-        halves = np.ascontiguousarray(heard[:, header_words:]).view(np.int32)
-        halves = halves.reshape(size, num_runs, 2).astype(np.int64)
-        return halves[..., 0], halves[..., 1]
+        self._check(heard[:, :HEADER_WORDS], self.header)
+        runs = heard[:, HEADER_WORDS:]
+        return runs & 0xFFFFFFFF, runs >> 32
 
     def lay_out(
         self, wire: WireFormat, values: Tensor, rows_to: np.ndarray, listed: Parts = ()
     ) -> None:
-        """Values [N, W] into this rank's region, to be taken as often as `rows_to` says.
+        """Values [N, W] into this rank's region, to be taken as often as `rows_to` says. Nothing
+        moves where they lie there already.
 
         rows_to: takings by each rank, int64 [R]; listed: what each of them adds to the row
         """
         if isinstance(wire, CastFormat):  # in one pass, whatever the type of the values
-            room = self._window.room("rows", len(values), self.row_bytes, self._place)
+            room = self._window.room(self._area, len(values), self.row_bytes, self._place)
             if values.dtype == wire.dtype:  # numpy copies with memcpy, a tenth faster than torch
-                np.copyto(room.numpy(), as_bytes(values).numpy())
+                rows = as_bytes(values)
+                if rows.data_ptr() != room.data_ptr():
+                    np.copyto(room.numpy(), rows.numpy())
             else:
                 view_as(room, wire.dtype).copy_(values)
             parts = [("hidden", room)]
         else:
             parts = wire.encode(values)
-            self._window.put("rows", parts)
+            self._window.put(self._area, parts)
         self._meter.put(self.position, [*listed, *parts], rows_to, self._ranks)
 
     def lay_out_selected(
@@ -123,15 +149,16 @@ class SharedRound:
 
         parts: what `packed` is packed of, by kind and width
         """
-        room = self._window.room("rows", len(index), self.row_bytes, self._place)
+        room = self._window.room(self._area, len(index), self.row_bytes, self._place)
         torch.index_select(packed, 0, index, out=room)
         self._meter.put(self.position, parts, rows_to, self._ranks)
 
     def lay_out_list(self, ids: Tensor) -> Parts:
-        """int32 [N], which of its rows this rank means, in the order in which they are taken."""
-        parts = [("ids", ids[:, None].view(torch.uint8))]
-        self._window.put("ids", parts)
-        return parts
+        """int64 [N], which of its rows this rank means, in the order in which they are taken; in
+        32 bits each."""
+        room = self._window.room("ids", len(ids), 4, self._place)
+        np.copyto(room.numpy().view(np.int32)[:, 0], ids.numpy(), casting="same_kind")
+        return [("ids", room)]
 
     def hand_back(
         self, packed: Tensor, parts: Parts, starts: Sequence[int], order: Sequence[Tensor]
@@ -142,14 +169,14 @@ class SharedRound:
         order: for each rank, int64 [n], which of the rows it gets, one after another
         """
         for place, (start, index) in enumerate(zip(starts, order, strict=True)):
-            room = self._window.room("rows", len(index), self.row_bytes, place, start)
+            room = self._window.room(self._area, len(index), self.row_bytes, place, start)
             torch.index_select(packed, 0, index, out=room)
         rows_to = np.array([len(index) for index in order])
         self._meter.put(self.position, parts, rows_to, self._ranks)
 
     def publish(self) -> None:
         """What this rank lays out is there."""
-        tag = self.header
+        tag = self.header.copy()
         tag[1] += len(ALL_PHASES) * DIRECTIONS.index(self.position.direction)
         self._window.publish(tag)
         self._tag = tag
@@ -158,19 +185,23 @@ class SharedRound:
         """Wait for the others. Raises RankLost; SplitMismatch where they are in another phase."""
         self._check(self._window.meet(), self._tag)
 
-    def listed(self, at: np.ndarray, takes_from: np.ndarray) -> np.ndarray:
-        """Take entries of the lists: int32 [M].
+    @property
+    def list_stride(self) -> int:
+        """As `stride`, of the lists' entries."""
+        return self._window.stride("ids", 4)
 
-        at: int64 [M], of each the place in its rank's list; takes_from: int64 [M], that rank
-        """
-        lists = self._window.words("ids", np.int32)
-        self._meter.taken(self.position, 4, self._by_rank(takes_from), self._ranks)
-        return lists.ravel()[at + takes_from * lists.shape[1]]
+    def listed(self, at: np.ndarray) -> np.ndarray:
+        """Take entries of the lists: int32 [M]; at: int64 [M], rank * list_stride + place."""
+        self._count_taken(at, self.list_stride, 4)
+        return self._window.words("ids", np.int32).ravel().take(at)
 
     def take(self, index: Tensor) -> Tensor:
         """Copy rows of the table: uint8 [len(index), row_bytes]."""
         self.count_taken(index)
-        return self.table.index_select(0, index)
+        if not self.lends:
+            return self.table.index_select(0, index)
+        rows, self.lent = self._window.lend("answers", len(index), self.row_bytes)
+        return torch.index_select(self.table, 0, index, out=rows)
 
     def take_runs(self, starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
         """Copy a run of rows of each rank, from `starts` on in its region: uint8 [N, row_bytes]."""
@@ -189,13 +220,13 @@ class SharedRound:
 
     def count_taken(self, index: Tensor) -> None:
         """Book rows of the table that this rank reads where they are."""
+        self._count_taken(index.numpy(), self.stride, self.row_bytes)
+
+    def _count_taken(self, index: np.ndarray, stride: int, row_bytes: int) -> None:
         if self._meter.enabled:
-            rows_from = self._by_rank(index.numpy() // self.stride)
-            self._meter.taken(self.position, self.row_bytes, rows_from, self._ranks)
+            rows_from = np.bincount(index // stride, minlength=self._group.size)
+            self._meter.taken(self.position, row_bytes, rows_from, self._ranks)
 
     def _check(self, theirs: np.ndarray, mine: np.ndarray) -> None:
-        ranks = self._ranks.tolist()
+        ranks = self._group.ranks
         check_headers(self.position, ranks, ranks[self._place], theirs, mine)
-
-    def _by_rank(self, places: np.ndarray) -> np.ndarray:
-        return np.bincount(places, minlength=len(self._ranks))

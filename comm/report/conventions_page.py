@@ -18,15 +18,16 @@ PRINTED_BY_WIDTH = 36
 def conventions(
     entries: Sequence[Mapping[str, Any]], wire: str, width: int, remark: str = REMARK, of: str = ""
 ) -> list[Line]:
-    """The table of a run's conventions; nothing where there are none.
+    """The table of a run's conventions, those that count no row left out; nothing without any.
 
     entries: name, rows_per_token, num_bytes and printed_by of each
     wire: format of the rows, for the legend; of: what else it says of them
     """
-    if not entries:
+    shown = [entry for entry in entries if entry["rows_per_token"]]
+    if not shown:
         return []
     rows = []
-    for entry in entries:
+    for entry in shown:
         first, *more = wrap(entry["printed_by"] or "-", PRINTED_BY_WIDTH)
         figures = (f"{entry['rows_per_token']:.4f}", format_bytes(round(entry["num_bytes"])))
         rows.append((entry["name"], *figures, first))
@@ -36,4 +37,7 @@ def conventions(
     header = ("numerator", "rows a token", "a rank", "printed by".ljust(words))
     lines = title("CONVENTIONS", remark, width) + table(header, rows)
     legend = f"payload of {wire} rows in one layer and step, one way, of the mean rank{of}"
-    return lines + labelled_facts({"a rank": legend, "remote": REMOTE}, width)
+    notes = {"a rank": legend, "remote": REMOTE}
+    if len(shown) < len(entries):
+        notes["left out"] = "numerators that count no row here"
+    return lines + labelled_facts(notes, width)
