@@ -32,6 +32,8 @@ examples:
   wideep dispatcher=all_to_all wire.dispatch=mxfp8    one row for each (token, expert), in MXFP8
   wideep topology.ranks_per_node=4                    the ranks as two nodes of four
   wideep emulate ranks=72 tokens=16 layers=2          a whole rack
+  wideep dispatcher=two_hop mode=training layers=2    forward and backward, once to each node
+  wideep predict ep_size=64 topology.ranks_per_node=8 the numbers that others print, without a run
   wideep model=hf model.path=config.json              another model
   wideep bench bench.tokens=[256] bench.widths=[1024] one case of the benchmark
 """

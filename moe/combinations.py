@@ -36,6 +36,8 @@ def why_not(config: Config) -> str | None:
 
 def useless_key(name: str, config: Config) -> str | None:
     """Why a key that was set would be ignored; None when it is used."""
+    if name == "expert_tp_mode" and config.expert_tp == 1:
+        return "expert_tp=1 does not use it; it belongs to expert_tp=2 or more"
     decider, values = BELONGS_TO.get(name, ("", ()))
     if not decider:
         return None

@@ -92,7 +92,7 @@ def _refuse_unused(config: Config, typed: Mapping[str, Override]) -> None:
     job = config.job
     for name, override in typed.items():
         word = f"{name}={shown(override.value())}"
-        if name.partition(".")[0] in UNUSED.get(job, ()):
+        if {name, name.partition(".")[0]} & set(UNUSED.get(job, ())):
             instead = f"bench.{name}" if f"bench.{name}" in keys() else f"bench.{name}s"
             hint = f"; set {instead}" if job == "bench" and instead in keys() else ""
             raise ConfigError(f"{word}: job={job} does not use it{hint}")
@@ -184,8 +184,12 @@ def _with_world(config: Config, world_size: int | None) -> Config:
     """Say how many ranks there are: those already started, the given number, or the default."""
     if world_size is not None and config.ranks not in (None, world_size):
         raise ConfigError(f"ranks={config.ranks}: {world_size} ranks were started; leave it out")
-    if config.job == "predict" and config.ranks is None and config.ep_size is not None:
-        return replace(config, ranks=config.ep_size)  # nobody is started; they are only imagined
+    if config.job == "predict" and config.ep_size is not None and config.ep_size > 0:
+        if config.ranks not in (None, config.ep_size):  # nobody is started, they are imagined
+            raise ConfigError(
+                f"ranks={config.ranks}: ep_size={config.ep_size} says it; leave it out"
+            )
+        return replace(config, ranks=config.ep_size)
     return replace(config, ranks=config.world_size if world_size is None else world_size)
 
 

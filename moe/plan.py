@@ -149,7 +149,10 @@ class Plan:
             group_score=shape.group_score,
             options=config.router,
         )
-        return build_source(config.router.name, context)
+        try:
+            return build_source(config.router.name, context)
+        except ValueError as error:
+            raise _about("router.path", config.router.path, error) from error
 
     @property
     def weights_given(self) -> bool:
@@ -225,4 +228,10 @@ def _read_placement(
                 path, shape.num_moe_layers, model.num_experts, config.num_positions
             )
         except ValueError:
-            raise error from None
+            raise _about("placement.path", path, error) from None
+
+
+def _about(name: str, path: str | None, error: ValueError) -> ValueError:
+    """The same refusal, the key before the file that it speaks of."""
+    spoken_of = path is not None and str(error).startswith(path)
+    return ValueError(f"{name}={error}") if spoken_of else error

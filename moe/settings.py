@@ -9,7 +9,7 @@ that ranks which receive a Config start quickly.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Any, get_type_hints
@@ -37,6 +37,7 @@ UNUSED = {  # job -> the keys, or the first parts of keys, that mean nothing to 
         *("bench", "scale", "router", "placement", "steps", "warmup", "layers", "seed", "dtype"),
         *("device", "backend", "reference", "record_routing", "traffic_csv", "timeout_s"),
         *("output_dir", "chunks", "mode", "expert_tp", "expert_tp_mode", "dispatcher"),
+        *("wire.combine", "wire.backward", "topology.node_of_rank"),
     ),
 }
 DTYPES = ("fp32", "bf16", "fp16")
@@ -94,7 +95,9 @@ class PlacementConfig:
         minimum=0,
     )
     replica_choice: str = key(
-        "round_robin", "which replica of an expert serves a token", REPLICA_CHOICES
+        "round_robin",
+        "placement=balance or file: which replica of an expert serves a token",
+        REPLICA_CHOICES,
     )
     path: str | None = key(None, "placement=file: 0/1 arrays, a slot map or a slot list")
 
@@ -115,7 +118,7 @@ class DispatcherConfig:
 class WireConfig:
     dispatch: str = key("bf16", "format of rows on their way to the experts", WIRES)
     combine: str = key("bf16", "format of rows on their way back", WIRES)
-    backward: str = key("bf16", "format of gradients, both ways", WIRES)
+    backward: str = key("bf16", "mode=training: format of gradients, both ways", WIRES)
 
 
 @dataclass(frozen=True)
@@ -241,11 +244,17 @@ def keys(cls: Any = Config, prefix: str = "") -> dict[str, Key]:
         if not is_dataclass(hint) or "group" in item.metadata:
             about = dict(item.metadata)
             if users := about.pop("routers", ()):
-                about["text"] += f"; of {', '.join(users)}"
+                about["text"] = f"{_users(users)}: {about['text']}"
             found[name] = Key(name, hint, item.default, **about)
         if is_dataclass(hint):
             found |= keys(hint, name + ".")
     return found
+
+
+def _users(routers: Sequence[str]) -> str:
+    """router=markov; router=w1, w3 or w6"""
+    *most, last = routers
+    return "router=" + (f"{', '.join(most)} or {last}" if most else last)
 
 
 def shown(value: Any) -> str:

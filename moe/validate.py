@@ -105,6 +105,11 @@ def _check_ranks(config: Config) -> None:
 
 
 def _check_tokens(config: Config) -> None:
+    if config.job == "predict" and not isinstance(config.tokens, int):
+        raise ConfigError(
+            f"tokens={shown(config.tokens)}: job=predict wants one number for all ranks;"
+            f" nearest: {max(config.tokens)}"
+        )
     if len(config.tokens_per_rank) != config.world_size:
         raise ConfigError(
             f"tokens={shown(config.tokens)}: lists {len(config.tokens_per_rank)} ranks,"

@@ -13,9 +13,9 @@ from moe.overlap import routed
 class Lending:
     """A dispatcher that combines to the tokens it was given, when the experts change nothing."""
 
-    def __init__(self, world, num_experts, wire="fp32"):
+    def __init__(self, world, num_experts, wires=("fp32",) * 3):
         self.world, self.num_experts = world, num_experts
-        setup = setup_of(world, transport_of(world), (wire,) * 3, 2, 8, num_experts, False)
+        setup = setup_of(world, transport_of(world), wires, 2, 8, num_experts, False)
         self.dispatcher, self.window = build_dispatcher("one_sided", setup), setup.transport.window
 
     def batch(self, tokens):
@@ -74,6 +74,7 @@ def outdated_memory(world, num_experts):
         second, wanted_second = lending.arrive(9)
         copy_of_second = second.expert_input.clone()
         right["first after second"] = lending.refuses(first.expert_input, first)
+        right["first's for second"] = lending.refuses(first.expert_input, second)
         right["second's for first"] = lending.refuses(second.expert_input, first)
         right["copy of first"] = lending.back(copy, first, wanted)
         right["second after a combine"] = lending.refuses(second.expert_input, second)
@@ -96,10 +97,12 @@ def _again(lending):
 def not_lent(world):
     """Where nothing may be lent: does anything lie in the window? By name."""
     found = {}
-    for name, wire in (("no grad", "fp32"), ("training", "fp32"), ("converted", "bf16")):
-        lending = Lending(world, 12, wire)
+    for name in ("no grad", "training", "converted forth", "converted back"):
+        forth = "bf16" if name == "converted forth" else "fp32"
+        back = "bf16" if name == "converted back" else "fp32"
+        lending = Lending(world, 12, (forth, back, "fp32"))
         hidden, ids, weights = lending.batch(9)
-        with torch.inference_mode(name == "converted"):
+        with torch.inference_mode(name.startswith("converted")):
             hidden = hidden.clone().requires_grad_(name == "training")
             arrived = lending.dispatcher.dispatch(hidden, ids, weights)
             later = lending.dispatcher.dispatch(hidden, ids, weights)
