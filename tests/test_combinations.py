@@ -194,5 +194,10 @@ def test_a_key_is_useless_with_every_choice_but_its_own(default, name):
 
 
 def test_other_keys_are_never_useless(default):
-    for name in set(keys()) - set(BELONGS_TO):
+    for name in set(keys()) - set(BELONGS_TO) - {"expert_tp_mode"}:
         assert useless_key(name, default) is None
+
+
+def test_the_way_to_shards_means_nothing_without_them(default):
+    assert "expert_tp=2 or more" in useless_key("expert_tp_mode", default)
+    assert useless_key("expert_tp_mode", replace(default, expert_tp=2)) is None

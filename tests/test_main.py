@@ -178,7 +178,8 @@ def entry_of(name: str) -> str:
 def test_help_says_who_uses_an_option():
     for one in fields(RouterOptions):
         users = one.metadata["routers"]
-        assert f"; of {', '.join(users)}" in entry_of(f"router.{one.name}")
+        assert all(user in entry_of(f"router.{one.name}") for user in users)
+        assert "router=" in entry_of(f"router.{one.name}")
     for name, (decider, values) in BELONGS_TO.items():
         if not name.startswith("router.") and name != "wire.backward" and len(values) == 1:
             assert f"{decider}={values[0]}: " in entry_of(name), name

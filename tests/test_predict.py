@@ -98,7 +98,9 @@ def test_ranks_are_the_group_and_a_remainder_of_experts_is_shared_out(capsys):
             "topology.ranks_per_node=5 must be a positive divisor of the number of ranks (16);"
             " nearest: 4 or 8",
         ),
-        (["ep_size=16", "tokens=[1,2]"], "tokens=[1,2]: lists 2 ranks, ranks=16"),
+        (["ep_size=16", "tokens=[1,2]"], "wants one number for all ranks; nearest: 2"),
+        (["ranks=16", "ep_size=8"], "ranks=16: ep_size=8 says it; leave it out"),
+        (["wire.combine=fp32"], "wire.combine=fp32: job=predict does not use it"),
         (["tokens=-1"], "tokens=-1: must be >= 0"),
         (["dispatcher=two_hop"], "dispatcher=two_hop: job=predict does not use it"),
         (["router=zipf"], "router=zipf: job=predict does not use it"),

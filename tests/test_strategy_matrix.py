@@ -167,9 +167,7 @@ def config_of(row: Row, files: Files, base):
     return replace(
         base,
         ranks=ranks,
-        model=replace(
-            base.model, num_experts=experts[0], top_k=experts[1], num_moe_layers=FOLDED
-        ),
+        model=replace(base.model, num_experts=experts[0], top_k=experts[1], num_moe_layers=FOLDED),
         tokens=tokens_of(value["tokens"], ranks),
         topology=TopologyConfig(node_of_rank=nodes),
         ep_size=ep_size,
