@@ -102,6 +102,7 @@ def judge(
                 asdict(one) for one in conventions_of_run(run, routing.topk_ids, routing.slots)
             ],
             choices={
+                "possible": routing.topk_ids.size,
                 "chosen": int((routing.topk_ids >= 0).sum()),
                 "dropped": sum(log.num_dropped for log in logs),
                 "predicted_dropped": int((routing.topk_ids >= 0).sum() - case.kept.sum()),

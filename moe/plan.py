@@ -8,6 +8,7 @@ lane        every expert_tp-th rank of a group: those among which a dispatcher w
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -153,6 +154,20 @@ class Plan:
             return build_source(config.router.name, context)
         except ValueError as error:
             raise _about("router.path", config.router.path, error) from error
+
+    @property
+    def fingerprint(self) -> str:
+        """What files said of this run: equal on all ranks, or they read different ones."""
+        digest = hashlib.sha256()
+        for placement in self.placements:
+            digest.update(placement.physical_to_logical.tobytes())
+            digest.update(placement.first_slot.tobytes())
+        if self.config.router.path is not None:
+            for layer in range(self.num_layers):
+                choice = self.routing.choose(0, layer, 0, int(self.tokens_per_rank.sum()))
+                for part in (choice and choice.topk_ids, choice and choice.topk_weights):
+                    digest.update(b"" if part is None else part.tobytes())
+        return digest.hexdigest()
 
     @property
     def weights_given(self) -> bool:

@@ -161,7 +161,12 @@ def sample_inputs(
         correctness_bound=8e-3,
         gradient_bound=2.7e-2 if run.training else None,
         conventions=[asdict(one) for one in conventions_of_run(run, ids, slots)],
-        choices={"chosen": chosen, "dropped": chosen - kept, "predicted_dropped": chosen - kept},
+        choices={
+            "possible": ids.size,
+            "chosen": chosen,
+            "dropped": chosen - kept,
+            "predicted_dropped": chosen - kept,
+        },
         wire_errors={
             way: ROUNDING[wire] for way in ("dispatch", "combine", *["backward"] * run.training)
         },

@@ -368,7 +368,8 @@ def test_balance_names_the_worst_layer() -> None:
     rows[0, 0, 0] = [[2, 2], [2, 2]]
     rows[1, 0, 0] = [[0, 4], [1, 3]]  # rank 1 receives 7 of 8
     traffic = Rows(rows)
-    figures = balance(traffic, np.array([[4, 0, 2, 2], [2, 2, 2, 2]]))
+    copies = np.array([[[3, 1], [0, 0]], [[1, 1], [1, 1]]])  # 3 of 4 served by rank 0, then even
+    figures = balance(traffic, np.array([[4, 0, 2, 2], [2, 2, 2, 2]]), copies)
     assert figures == {
         "rows_by_rank_max_over_mean": 1.75,
         "busiest_rank": 1,
@@ -377,11 +378,21 @@ def test_balance_names_the_worst_layer() -> None:
         "busiest_expert": 0,
         "busiest_expert_layer": 0,
         "layers": [
-            {"layer": 0, "by_rank_max_over_mean": 1.0, "by_expert_max_over_mean": 2.0},
-            {"layer": 1, "by_rank_max_over_mean": 1.75, "by_expert_max_over_mean": 1.0},
+            {
+                "layer": 0,
+                "by_rank_max_over_mean": 1.0,
+                "choices_by_rank_max_over_mean": 1.5,
+                "by_expert_max_over_mean": 2.0,
+            },
+            {
+                "layer": 1,
+                "by_rank_max_over_mean": 1.75,
+                "choices_by_rank_max_over_mean": 1.0,
+                "by_expert_max_over_mean": 1.0,
+            },
         ],
     }
-    none = balance(replace(traffic, rows=0 * rows), np.zeros((2, 4), np.int64))
+    none = balance(replace(traffic, rows=0 * rows), np.zeros((2, 4), np.int64), 0 * copies)
     assert none["layers"][1]["by_rank_max_over_mean"] is None
     assert none["rows_by_expert_max_over_mean"] is None
 

@@ -109,7 +109,8 @@ Result = TypeVar("Result")
 class DispatchResult(Generic[Handle]):
     """What the experts of this rank receive.
 
-    expert_input: [M, W] in the compute dtype, expert-major in slot order, compact
+    expert_input: [M, W] in the compute dtype, expert-major in slot order, compact; in inference
+        mode it may lie in shared memory, and is valid until the combine of this dispatch
     tokens_per_expert: int64 [local slots] on the CPU; sums to M
     handle: goes back into combine, unchanged
     num_dropped: choices of this rank's tokens that found no room, where room is limited

@@ -14,7 +14,7 @@ from comm.report.units import format_bytes, format_seconds, format_significant
 FACTOR_NAMES = {"remote_share": "network share"}  # where the page's word is not the record's
 FACTOR_WORDS = {
     "remote_share": "choices of an expert on another rank",
-    "rows_per_copy": "rows sent for each such choice; below 1 is deduplication",
+    "rows_per_copy": "rows due for each such choice; < 1: deduplicated or dropped",
     "hops": "times that a row is sent on its way",
     "padding": "rows sent for each useful row",
     "width": "values of a row for each value of the hidden state",

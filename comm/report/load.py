@@ -47,11 +47,12 @@ def timing(traffic: Any, seconds: Mapping[str, float]) -> dict[str, Any]:
     return {**phases, **{f"{part}_seconds": value for part, value in seconds.items()}}
 
 
-def balance(traffic: Any, expert_rows: np.ndarray) -> dict[str, Any]:
+def balance(traffic: Any, expert_rows: np.ndarray, copies: np.ndarray) -> dict[str, Any]:
     """Largest over mean, in the layer where it is worst: time follows the busiest, layer by layer.
 
     Ranks are judged by the dispatched rows they receive, experts by the choices they get.
     expert_rows: [L, E] choices of each logical expert, all ranks and measured steps
+    copies: [L, src, dst] choices served by each rank
     """
     forward, dispatch = traffic.directions.index("forward"), traffic.phases.index("dispatch")
     received = traffic.rows[:, forward, dispatch].sum(axis=1)  # [L, R]
@@ -65,6 +66,7 @@ def balance(traffic: Any, expert_rows: np.ndarray) -> dict[str, Any]:
         {
             "layer": layer,
             "by_rank_max_over_mean": _ratio(received[index]),
+            "choices_by_rank_max_over_mean": _ratio(copies[index].sum(axis=0)),
             "by_expert_max_over_mean": _ratio(np.asarray(expert_rows)[index]),
         }
         for index, layer in enumerate(traffic.layers)

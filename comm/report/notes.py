@@ -39,11 +39,25 @@ def table_notes(record: Record, width: int) -> list[Line]:
         notes["place"] = note
     if folded := folded_layers(record):
         notes["folded"] = _folded(record, folded)
+    if absent := _absent(record["choices"]):
+        notes["absent"] = absent
     if totals["outside"]:
         notes["beside"] = _beside(totals["outside"])
     if max(record["wire_errors"].values(), default=0) > WORTH_A_LINE:
         notes["rounding"] = _rounding(record["wire_errors"], about["wire"])
     return labelled_facts(notes, width) + _dropped(record, width)
+
+
+def _absent(choices: Mapping[str, int]) -> str:
+    """Choices that name no expert, which every figure of "a token" still has in its mean."""
+    chosen = choices.get("chosen", 0)
+    possible = choices.get("possible", chosen)
+    if possible == chosen:
+        return ""
+    return (
+        f"{possible - chosen:,} of {possible:,} choices name no expert and send nothing; figures of"
+        " a token, and the network share below, are means over all tokens, these included"
+    )
 
 
 def _network(totals: Mapping[str, Any], several_tiers: bool) -> str:

@@ -74,7 +74,7 @@ def build_record(run: RunInputs) -> dict[str, Any]:
             "rounds": _rounds(tally, manifest["steps"]),
             "collectives": traffic.collectives,
             "timing": timing(traffic, run.seconds),
-            "balance": balance(traffic, run.expert_rows),
+            "balance": balance(traffic, run.expert_rows, run.exact.copies),
             "correctness": {
                 "bound": run.correctness_bound,
                 "gradient_bound": run.gradient_bound,

@@ -57,6 +57,7 @@ def emulate(world: World, config: Config, folder: Path | None = None) -> int:
 
     started = datetime.now(UTC)
     plan = make_plan(config, world)
+    ranks.check_same(world, plan.fingerprint, "other files (router.path, placement.path)")
     if folder is None:
         folder = cast(Path, world.share(_result_dir(config) if world.rank == 0 else None))
     hosts = gather_hosts(world)

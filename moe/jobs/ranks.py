@@ -47,12 +47,20 @@ def check_same_config(world: World, config: Config) -> None:
 
     Such ranks would each do as they were told, and the record would describe rank 0 alone.
     """
-    digests = world.all_digests(repr(replace(config, output_dir=None)))
+    check_same(world, repr(replace(config, output_dir=None)), "another configuration")
+
+
+def check_same(world: World, text: str, what: str) -> None:
+    """Raise ConfigError where a rank has another text than rank 0; a collective.
+
+    what: the other thing that such a rank was started with
+    """
+    digests = world.all_digests(text)
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is not None:
         raise ConfigError(
-            f"rank {other} was started with another configuration than rank 0;"
-            " give every machine the same job and keys"
+            f"rank {other} was started with {what} than rank 0;"
+            " give every machine the same job, keys and files"
         )
 
 
