@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from faults import every_fault
 
 from comm.analytic.law import NoLaw
@@ -159,6 +160,7 @@ def emulate_named(world, configs):
                 patch.setitem(SOURCES, router, place)
             with contextlib.redirect_stdout(io.StringIO()) as page:
                 ends[name] = (emulate(world, config), page.getvalue())
+        torch.distributed.barrier()  # the next run may read the files of this one
     return ends
 
 

@@ -157,8 +157,12 @@ def test_dtype_is_rounded_from_fp32() -> None:
 def test_inference_mode() -> None:
     experts = Experts(K3, [0, 1], seed=0, layer=0)
     rows, counts = rows_of(5), torch.tensor([2, 3])
+    trained = experts(rows.clone(), counts)
     with torch.inference_mode():
-        assert torch.equal(experts(rows, counts), experts(rows, counts))
+        given = rows.clone()
+        output = experts(given, counts)
+        assert torch.equal(output, trained)
+        assert output.data_ptr() == given.data_ptr()  # written over what came in
 
 
 def test_identity_experts_give_back_what_they_got() -> None:
