@@ -14,6 +14,7 @@ from moe.settings import Config
 
 # With expert_tp_mode=all a row goes to every shard by the same road, so it must be one exchange.
 ONE_EXCHANGE = ("all_to_all", "rank_dedup", "allgather")
+MAX_EXPERTS = 1 << 20
 REPLICATING = ("balance", "file")  # placements in which an expert may have several slots
 
 # key -> (the key that decides, its values for which the first means something)
@@ -114,14 +115,25 @@ def _router(config: Config) -> str | None:
     return None
 
 
+def _size(config: Config) -> str | None:
+    if config.model.num_experts > MAX_EXPERTS:  # plans list every expert of every layer
+        given = config.model.num_experts
+        return f"model.num_experts={given}: a run has at most {MAX_EXPERTS}; nearest: {MAX_EXPERTS}"
+    return None
+
+
 def _dispatcher(config: Config) -> str | None:
     dispatcher = config.dispatcher
     if not 0 < dispatcher.capacity_factor < float("inf"):  # false for nan, too
         factor = dispatcher.capacity_factor
         return f"dispatcher.capacity_factor={factor}: must be a positive number; nearest: 1.0"
+    most = config.model.num_experts  # room for all tokens of a rank in every slot, and more
+    if dispatcher.name == "padded" and dispatcher.capacity_factor > most:
+        factor = dispatcher.capacity_factor
+        return f"dispatcher.capacity_factor={factor}: must be <= {most} experts; nearest: {most}"
     if dispatcher.name == "one_sided" and config.device != "cpu":
         return "dispatcher=one_sided: works in the memory that ranks share; use device=cpu"
     return None
 
 
-RULES = (_groups, _shards, _placement, _router, _dispatcher)
+RULES = (_size, _groups, _shards, _placement, _router, _dispatcher)

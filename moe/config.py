@@ -25,7 +25,17 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 from moe.combinations import useless_key
 from moe.conf_files import conf_dir, options
 from moe.hf_config import read_hf_config
-from moe.settings import UNUSED, Config, ConfigError, Key, did_you_mean, keys, no_such, shown
+from moe.settings import (
+    MAX_RANKS,
+    UNUSED,
+    Config,
+    ConfigError,
+    Key,
+    did_you_mean,
+    keys,
+    no_such,
+    shown,
+)
 from moe.validate import validate
 
 __all__ = ["Config", "ConfigError", "compose", "conf_dir", "options"]
@@ -188,6 +198,10 @@ def _with_world(config: Config, world_size: int | None) -> Config:
         if config.ranks not in (None, config.ep_size):  # nobody is started, they are imagined
             raise ConfigError(
                 f"ranks={config.ranks}: ep_size={config.ep_size} says it; leave it out"
+            )
+        if config.ep_size > MAX_RANKS:
+            raise ConfigError(
+                f"ep_size={config.ep_size}: must be <= {MAX_RANKS}; nearest: {MAX_RANKS}"
             )
         return replace(config, ranks=config.ep_size)
     return replace(config, ranks=config.world_size if world_size is None else world_size)

@@ -19,6 +19,7 @@ from moe.routing.options import RouterOptions
 
 USAGE_ERROR, RANK_FAILED, UNFIT = 2, 6, 7  # exit statuses; moe.cli.STATUSES says them in words
 DEFAULT_RANKS = 8
+MAX_CHUNKS = 1024  # each has transports of its own
 MAX_RANKS = 4096  # processes on one machine: far beyond what any of today's can start
 
 JOBS = {
@@ -172,7 +173,12 @@ class Config:
     warmup: int = key(1, "forward passes run first and left out of every figure", minimum=0)
     layers: int | None = key(None, "MoE layers to run; null: as many as scale says", minimum=1)
     mode: str = key("inference", "training: also backward, and gradients are synchronised", MODES)
-    chunks: int = key(1, "parts of a layer's tokens, one travels while another computes", minimum=1)
+    chunks: int = key(
+        1,
+        "parts of a layer's tokens, one travels while another computes",
+        minimum=1,
+        maximum=MAX_CHUNKS,
+    )
     ep_size: int | None = key(
         None, "ranks of an expert-parallel group; null: all. Groups lie side by side", minimum=1
     )

@@ -141,6 +141,16 @@ REFUSALS = [  # changes, what is said, the change that its advice leads to
         for factor in (0.0, -1.0, float("inf"), float("nan"))
     ),
     (
+        {"dispatcher": "padded", "dispatcher__capacity_factor": 897.0},
+        "dispatcher.capacity_factor=897.0: must be <= 896 experts; nearest: 896",
+        {"dispatcher__capacity_factor": 896.0},
+    ),
+    (
+        {"model__num_experts": (1 << 20) + 1},
+        "model.num_experts=1048577: a run has at most 1048576; nearest: 1048576",
+        {"model__num_experts": 1 << 20},
+    ),
+    (
         {"dispatcher": "one_sided", "device": "cuda"},
         "dispatcher=one_sided: works in the memory that ranks share; use device=cpu",
         {"device": "cpu"},

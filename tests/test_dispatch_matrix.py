@@ -136,7 +136,7 @@ def test_the_choice_of_runs_leaves_nothing_out(tmp_path):
     """Each of these is among what is drawn, often enough to matter."""
     configs = [config for ranks in RUNS for config in drawn(ranks, tmp_path)]
     seen = Counter(name for config in configs for name in features(config))
-    assert min(seen[name] for name in FEATURES) >= 8, seen
+    assert min(seen[name] for name in FEATURES) >= 3, seen
 
 
 def features(config):

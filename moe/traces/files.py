@@ -176,7 +176,7 @@ def _open_text(path: Path) -> Opened:
         return Opened(path, "jsonl", {path.name: _lines(path, text)})
     try:
         return Opened(path, "json", json.loads(text))
-    except ValueError:
+    except (ValueError, RecursionError):
         if start == "[" or "\n" not in text.strip():
             with one_line_errors(path, "JSON"):
                 json.loads(text)
