@@ -182,3 +182,9 @@ def test_columns_of_tiers_without_pairs_are_said_not_shown() -> None:
         assert ("nodes" in header) == (name == "nodes of one")
         assert ("node" in header) == (name == "one node")
         assert any(said in text for text in text_of(record))
+
+
+def test_an_error_that_is_not_finite_is_told() -> None:
+    record = copy.deepcopy(sample("default"))
+    record["wire_errors"] = {"dispatch": None, "combine": 0.0}
+    assert "dispatch bf16 not finite" in joined(record)

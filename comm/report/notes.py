@@ -43,7 +43,7 @@ def table_notes(record: Record, width: int) -> list[Line]:
         notes["absent"] = absent
     if totals["outside"]:
         notes["beside"] = _beside(totals["outside"])
-    if max(record["wire_errors"].values(), default=0) > WORTH_A_LINE:
+    if any(error is None or error > WORTH_A_LINE for error in record["wire_errors"].values()):
         notes["rounding"] = _rounding(record["wire_errors"], about["wire"])
     return labelled_facts(notes, width) + _dropped(record, width)
 
@@ -126,9 +126,12 @@ def _beside(outside: Mapping[str, int]) -> str:
     return "; ".join(parts) + ": checked with the rest, and in no figure of the tokens' own traffic"
 
 
-def _rounding(errors: Mapping[str, float], wire: Mapping[str, str]) -> str:
+def _rounding(errors: Mapping[str, float | None], wire: Mapping[str, str]) -> str:
+    """Errors by way; None is one that is not finite."""
     parts = [
-        f"{way} {wire[way]} {format_significant(100 * error, 3)} %" for way, error in errors.items()
+        f"{way} {wire[way]} "
+        + ("not finite" if error is None else f"{format_significant(100 * error, 3)} %")
+        for way, error in errors.items()
     ]
     return f"rms error of a row's values on the wire over their rms: {', '.join(parts)}"
 
