@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -20,6 +21,7 @@ from moe.settings import RANK_FAILED, UNFIT, USAGE_ERROR, Config, ConfigError, U
 from moe.version import VERSION
 
 INTERRUPTED, TERMINATED = 130, 143
+GRACE_S = 2.0
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -34,6 +36,8 @@ def main(words: Sequence[str] | None = None) -> int:
         if speaks:
             print(f"wideep: {error}", file=sys.stderr)
         status = USAGE_ERROR if isinstance(error, ConfigError) else UNFIT
+        if not first:  # torchrun ends all ranks at the first that leaves; rank 0 has the status
+            time.sleep(GRACE_S)
     except KeyboardInterrupt:
         status = INTERRUPTED
     except Exception:
