@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from comm.balance import balance, minimum_redundant
-from comm.dispatch import build_dispatcher
+from comm.dispatch import FORWARDING, build_dispatcher
 from comm.dispatch.base import Dispatcher, DispatchOptions, DispatchSetup
 from comm.dispatch.sharded import build_sharded
 from comm.meter import Position, TrafficMeter
@@ -37,14 +37,15 @@ from moe.plan import Partition, Plan
 class Roads:
     """This rank's transports, among the ranks that moe.plan names so.
 
-    world: all ranks; lane, node, group, shards: those of the partition that hold this rank
+    world: all ranks; lane, node, group, shards: those of the partition that hold this rank, None
+        where nothing of this run goes there
     """
 
     world: Transport
     lane: Transport
-    node: Transport
-    group: Transport
-    shards: Transport
+    node: Transport | None
+    group: Transport | None
+    shards: Transport | None
 
     @classmethod
     def build(cls, plan: Plan, world: World, meter: TrafficMeter) -> Roads:
@@ -53,12 +54,13 @@ class Roads:
         def among(parts: Partition) -> Transport:
             return Transport(world, meter, world.split(parts))
 
+        sharded = plan.config.expert_tp > 1
         return cls(
             Transport(world, meter),
             among(plan.lanes),
-            among(plan.lane_nodes),
-            among(plan.groups),
-            among(plan.shard_groups),
+            among(plan.lane_nodes) if plan.config.dispatcher.name in FORWARDING else None,
+            among(plan.groups) if sharded and plan.config.expert_tp_mode == "all" else None,
+            among(plan.shard_groups) if sharded else None,
         )
 
 
@@ -173,10 +175,9 @@ def _dispatcher(plan: Plan, layer: int, road: Roads) -> Dispatcher:
         ),
     )
     build = partial(build_dispatcher, config.dispatcher.name)
-    if config.expert_tp == 1:
+    if road.shards is None:
         return build(setup)
-    to_all = config.expert_tp_mode == "all"
-    return build_sharded(build, setup, road.shards, road.group if to_all else None)
+    return build_sharded(build, setup, road.shards, road.group)
 
 
 def _replicas(plan: Plan, layer: int, world: World) -> ReplicaChooser | None:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from comm.dispatch import FORWARDING
 from comm.wire import WIRE_FORMATS, quantisation_error
 from comm.world import World
 from moe.experts import latent_weights
@@ -33,9 +34,6 @@ ARITHMETIC_FACTOR = 8.0  # see error_bound
 Errors = dict[str, float]
 
 
-TWO_HOPS = ("two_hop", "hierarchical_allgather")  # what comes back is rounded at each hop
-
-
 def error_bound(wires: Sequence[str], dtype: str, top_k: int) -> float:
     """Largest relative L2 error of a token that rounding may cause.
 
@@ -55,7 +53,7 @@ def bounds(plan: Plan) -> tuple[float, float]:
     config, wire = plan.config, plan.config.wire
     sharded = config.expert_tp > 1
     gathered = sharded and config.expert_tp_mode == "gather"  # rows are rounded once more
-    back = 1 + (config.dispatcher.name in TWO_HOPS) + sharded  # and answers at each hop
+    back = 1 + (config.dispatcher.name in FORWARDING) + sharded  # and answers at each hop
     wires = [wire.dispatch] * (1 + gathered) + [wire.combine] * back
     row_errors = [WIRE_FORMATS[name].row_error for name in [*wires, *[wire.backward] * back]]
     return (

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from comm import permute
-from comm.dispatch import build_dispatcher
+from comm.dispatch import FORWARDING, build_dispatcher
 from comm.dispatch.base import Dispatcher, DispatchOptions, DispatchSetup
 from comm.meter import TrafficMeter
 from comm.placement import ExpertPlacement, build_placement
@@ -34,7 +34,6 @@ from moe.synthetic import token_hidden, topk_ids
 
 RAW_COPIES, RAW_DEDUP, UNMETERED = "raw, K copies", "raw, deduplicated", "unmetered"
 CAPACITY_FACTOR = 1.25  # of padded
-TWO_NODES = ("two_hop", "hierarchical_allgather")  # mean nothing on one node: half the ranks each
 
 
 @dataclass(frozen=True)
@@ -167,7 +166,7 @@ def _dispatcher(
 ) -> Dispatcher:
     wire, ranks = WIRE_FORMATS[case.dtype], range(world.world_size)
     # With two nodes, as many ranks on each; one rank, or an odd one out, makes do.
-    half = (world.world_size + 1) // 2 if name in TWO_NODES else world.world_size
+    half = (world.world_size + 1) // 2 if name in FORWARDING else world.world_size
     nodes = (
         [tuple(ranks[:half]), tuple(ranks[half:])] if half < world.world_size else [tuple(ranks)]
     )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from comm.analytic.owners import expert_owner
+from comm.analytic.owners import expert_owner, one_slot_each
 from comm.analytic.run import RunShape
 from comm.placement import ExpertPlacement
 from moe.plan import Plan
@@ -64,8 +64,7 @@ def _slots(plan: Plan, placement: ExpertPlacement) -> tuple[np.ndarray, np.ndarr
     if name not in LAWFUL:
         return placement.physical_to_logical, placement.slot_rank
     owner = expert_owner(name, plan.shape.num_experts, plan.config.num_positions)
-    logical = np.argsort(owner, kind="stable")
-    return logical, owner[logical]
+    return one_slot_each(owner)
 
 
 def _shared_values(plan: Plan) -> int:

@@ -19,6 +19,7 @@ DISPATCHERS: dict[str, tuple[str, str]] = {
     "padded": ("comm.dispatch.padded", "Padded"),
     "one_sided": ("comm.dispatch.one_sided", "one_sided"),
 }
+FORWARDING = ("two_hop", "hierarchical_allgather")  # rows go by way of a rank in each node
 
 
 def build_dispatcher(name: str, setup: DispatchSetup) -> Dispatcher:
