@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from moe.philox import Purpose, words_per_item
+from moe.routing.draws import uniform_subsets
 
 
 def topk_ids(
@@ -37,14 +38,7 @@ def topk_ids(
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k={top_k} must lie in 1 .. num_experts={num_experts}")
     words = words_per_item(seed, Purpose.TOPK_IDS, layer, step, first_token, num_tokens, top_k)
-    # [K, T]: one contiguous row per draw, and "taken already?" is a reduction over rows
-    draws = np.ascontiguousarray(words.T)
-    chosen = np.empty((top_k, num_tokens), dtype=np.int64)
-    for column, largest in enumerate(range(num_experts - top_k, num_experts)):
-        drawn = _scaled(draws[column], largest + 1)
-        taken = (chosen[:column] == drawn).any(axis=0)
-        chosen[column] = np.where(taken, largest, drawn)
-    return np.ascontiguousarray(chosen.T)
+    return uniform_subsets(words, num_experts)
 
 
 def token_hidden(
@@ -63,11 +57,3 @@ def token_hidden(
     # a quarter is uniform on 0 .. 65535: mean 65535 / 2, variance (65536^2 - 1) / 12
     centred = (total - 2 * 65535).astype(np.float32)
     return centred * np.float32((4 * (65536.0**2 - 1) / 12) ** -0.5)
-
-
-def _scaled(words: np.ndarray, bound: int) -> np.ndarray:
-    """floor(words * bound / 2^64), in 0 .. bound - 1, by integers alone; bound < 2^31."""
-    shift, low_half = np.uint64(32), np.uint64(2**32 - 1)
-    factor = np.uint64(bound)
-    carry = ((words & low_half) * factor) >> shift
-    return (((words >> shift) * factor + carry) >> shift).astype(np.int64)

@@ -40,7 +40,7 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
     "moe.philox": (),
     "moe.model": (),
     "moe.hf_config": ("moe.model",),
-    "moe.synthetic": ("moe.philox",),
+    "moe.synthetic": ("moe.philox", "moe.routing.draws"),
     "moe.experts": ("torch", "moe.model", "moe.philox"),
     "moe.router": ("torch", "moe.model", "moe.philox", "moe.experts"),
     "moe.overlap": ("torch", "comm.dispatch.base"),

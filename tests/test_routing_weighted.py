@@ -238,9 +238,19 @@ def test_a_layer_costs_little() -> None:
     assert min(seconds(fresh=False) for _ in range(5)) < 0.01
 
 
+def floyd(row: list[int], bound: int) -> list[int]:
+    """Distinct numbers below `bound`, one for each word, in plain Python."""
+    chosen: list[int] = []
+    for largest, word in enumerate(row, start=bound - len(row)):
+        number = word * (largest + 1) >> 64
+        chosen.append(largest if number in chosen else number)
+    return chosen
+
+
 def test_uniform_draws_equal_those_of_the_uniform_router() -> None:
     drawn = words_per_item(3, Purpose.TOPK_IDS, 1, 2, 7, 100, 5)
     assert np.array_equal(uniform_subsets(drawn, 30), topk_ids(3, 2, 1, 7, 100, 30, 5))
+    assert uniform_subsets(drawn, 30).tolist() == [floyd(row, 30) for row in drawn.tolist()]
     numbers = [0, 1, 2**32, 2**63 + 12345, 2**64 - 1]
     for bound in (1, 7, 2**31 - 1):
         reached = scaled(np.array(numbers, dtype=np.uint64), bound).tolist()

@@ -8,7 +8,8 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from moe.synthetic import _scaled, token_hidden, topk_ids
+from moe.routing.draws import scaled
+from moe.synthetic import token_hidden, topk_ids
 
 
 def test_golden_ids() -> None:
@@ -95,8 +96,8 @@ def test_borders() -> None:
 def test_scaling_is_exact_where_the_value_steps(bound: int) -> None:
     steps = [-(-value * 2**64 // bound) for value in range(1, bound, max(1, bound // 9))]
     words = [0, 2**32 - 1, 2**64 - 1, *steps, *(step - 1 for step in steps)]
-    scaled = _scaled(np.array(words, dtype=np.uint64), bound)
-    assert scaled.tolist() == [word * bound >> 64 for word in words]
+    found = scaled(np.array(words, dtype=np.uint64), bound)
+    assert found.tolist() == [word * bound >> 64 for word in words]
 
 
 def test_a_step_costs_little() -> None:

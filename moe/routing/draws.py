@@ -29,12 +29,13 @@ def scaled(words: Words, bound: int) -> NDArray[np.int64]:
 def uniform_subsets(words: Words, bound: int) -> NDArray[np.int64]:
     """K distinct numbers out of 0 .. bound - 1 for each row of words, every set equally likely.
 
-    Floyd's sampling, as in moe.synthetic.topk_ids. The order inside a row is not uniform.
+    Floyd's sampling, see moe.synthetic.topk_ids. The order inside a row is not uniform.
 
     words: [T, K], K <= bound
     returns: [T, K] int64
     """
     num_rows, top_k = words.shape
+    # [K, T]: one contiguous row per draw, and "taken already?" is a reduction over rows
     draws = np.ascontiguousarray(words.T)
     chosen = np.empty((top_k, num_rows), dtype=np.int64)
     for column, largest in enumerate(range(bound - top_k, bound)):
