@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from comm import permute
-from comm.dispatch.base import Combined, Dispatcher, DispatchResult
+from comm.dispatch.at_home import WeightsAtHome
+from comm.dispatch.base import Combined, DispatchResult
 from comm.wire import WireFormat, pack
 
 
@@ -35,7 +36,7 @@ class AllToAllHandle:
     weights: Tensor
 
 
-class AllToAll(Dispatcher[AllToAllHandle]):
+class AllToAll(WeightsAtHome[AllToAllHandle]):
     """K rows a token, one for each expert, whichever rank it lives on."""
 
     carries = "hidden and scales, a row for each (token, expert); counts for each expert"
@@ -91,17 +92,6 @@ class AllToAll(Dispatcher[AllToAllHandle]):
 
         return finish
 
-    def _combine_backward(
-        self, grad: Tensor, expert_output: Tensor, answers: Tensor | None, handle: AllToAllHandle
-    ) -> tuple[Tensor, Tensor]:
-        assert answers is not None
-        rows = grad.index_select(0, permute.token_of(handle.choice, self.setup.top_k)).float()
-        grad_weights = torch.zeros_like(handle.weights).flatten()
-        grad_weights[handle.choice] = (rows * answers.float()).sum(1)
-        weights = handle.weights.flatten().index_select(0, handle.choice)
-        grad_output = self._to_experts((rows * weights[:, None]).to(self.setup.dtype), handle)
-        return grad_output, grad_weights.view_as(handle.weights)
-
     def _dispatch_backward(
         self, grad: Tensor, grad_weights: Tensor, handle: AllToAllHandle
     ) -> tuple[Tensor, Tensor]:
@@ -112,17 +102,23 @@ class AllToAll(Dispatcher[AllToAllHandle]):
         return permute.weighted_sum(rows, row, first_row), grad_weights
 
     def _to_experts(self, rows: Tensor, handle: AllToAllHandle) -> Tensor:
-        """Gradients [N, W] in the order of `choice` to those of the expert-major rows [M, W]."""
         setup, parts = self.setup, self.setup.gradients.encode(rows)
+        message, empty_rows = self._laid_out(pack(parts), handle)
         received = setup.transport.all_to_all(
             self._position("combine", "backward"),
-            pack(parts),
+            message,
             parts,
             handle.sent_splits,
             handle.received_splits,
+            empty_rows,
         )
         expert_rows = received.index_select(0, handle.from_received)
         return setup.gradients.decode(expert_rows, setup.width, setup.dtype)
+
+    def _laid_out(self, rows: Tensor, handle: AllToAllHandle) -> tuple[Tensor, list[int] | None]:
+        """Rows uint8 [N, b] in the order of `choice` as the message to the experts, and how many
+        rows of it to each rank are empty."""
+        return rows, None
 
     def _to_tokens(
         self,

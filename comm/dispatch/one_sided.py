@@ -29,6 +29,7 @@ from torch import Tensor
 
 from comm import permute
 from comm.barrier import refusal
+from comm.dispatch.at_home import WeightsAtHome
 from comm.dispatch.base import Combined, Dispatcher, DispatchResult, DispatchSetup
 from comm.dispatch.shared_round import Letters, SharedRound, letters
 from comm.meter import Position
@@ -74,7 +75,7 @@ class OneSidedHandle:
     lent: int = 0
 
 
-class OneSided(Dispatcher[OneSidedHandle]):
+class OneSided(WeightsAtHome[OneSidedHandle]):
     """K copies of a token, each taken by the rank of its expert."""
 
     carries = (
@@ -156,19 +157,7 @@ class OneSided(Dispatcher[OneSidedHandle]):
         table = view_as(round_.table, self.setup.dtype)
         return permute.weighted_sum(table, index, first, handle.weights.flatten()[valid])
 
-    def _combine_backward(
-        self, grad: Tensor, expert_output: Tensor, answers: Tensor | None, handle: OneSidedHandle
-    ) -> tuple[Tensor, Tensor]:
-        assert answers is not None
-        rows = grad.index_select(0, permute.token_of(handle.choice, self.setup.top_k)).float()
-        grad_weights = torch.zeros_like(handle.weights).flatten()
-        grad_weights[handle.choice] = (rows * answers.float()).sum(1)
-        weights = handle.weights.flatten().index_select(0, handle.choice)
-        grad_output = self._to_experts((rows * weights[:, None]).to(self.setup.dtype), handle)
-        return grad_output, grad_weights.view_as(handle.weights)
-
     def _to_experts(self, rows: Tensor, handle: OneSidedHandle) -> Tensor:
-        """Gradients [N, W] in the order of `choice` to those of the expert-major rows [M, W]."""
         setup, wire = self.setup, self.setup.gradients
         round_ = self._round("combine", "backward", wire)
         round_.lay_out(wire, rows, self._by_rank(handle.copies_before))

@@ -152,20 +152,11 @@ class Padded(AllToAll):
         with_empty = torch.nn.functional.pad(rows, (0, 0, 0, 1))
         return torch.index_select(with_empty, 0, which, out=message)
 
-    def _to_experts(self, rows: Tensor, handle: AllToAllHandle) -> Tensor:
+    def _laid_out(self, rows: Tensor, handle: AllToAllHandle) -> tuple[Tensor, list[int] | None]:
         assert isinstance(handle, PaddedHandle)
-        setup, parts = self.setup, self.setup.gradients.encode(rows)
         every = torch.arange(len(rows), device=rows.device)
-        received = setup.transport.all_to_all(
-            self._position("combine", "backward"),
-            self._spread(pack(parts), every, handle.place, sum(handle.sent_splits)),
-            parts,
-            handle.sent_splits,
-            handle.received_splits,
-            handle.sent_empty,
-        )
-        expert_rows = received.index_select(0, handle.from_received)
-        return setup.gradients.decode(expert_rows, setup.width, setup.dtype)
+        message = self._spread(rows, every, handle.place, sum(handle.sent_splits))
+        return message, handle.sent_empty
 
     def _to_tokens(
         self,
