@@ -24,6 +24,19 @@ from torch.nn.functional import embedding_bag
 RADIX_SORT_KEYS = 1 << 15  # numpy sorts 16-bit keys by radix: ten times faster than comparisons
 
 
+def check_topk_ids(topk_ids: Tensor, num_experts: int) -> None:
+    """Raise ValueError unless they are int64, each an expert or -1 for none."""
+    if topk_ids.dtype != torch.int64:  # a narrower type may already have wrapped
+        raise ValueError(f"topk_ids is {topk_ids.dtype}, must be torch.int64")
+    if not topk_ids.numel():
+        return
+    low, high = (int(bound) for bound in torch.aminmax(topk_ids))
+    if low < -1 or high >= num_experts:
+        raise ValueError(
+            f"topk_ids span {low}..{high}; experts are 0..{num_experts - 1}, and -1 means no expert"
+        )
+
+
 def stable_order(keys: Tensor, num_keys: int) -> Tensor:
     """Stable ascending order of integer keys [N] in [0, num_keys): int64 [N]."""
     if keys.device.type == "cpu" and num_keys <= RADIX_SORT_KEYS:

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from comm.permute import check_topk_ids
 from comm.placement import ExpertPlacement
 
 REPLICA_POLICIES = ("round_robin", "random", "nearest")
@@ -97,9 +98,9 @@ class ReplicaChooser:
         return _shifted(_mixed(token[:, None] ^ topk_ids), 1)
 
     def _check(self, topk_ids: Tensor, token_number: Tensor) -> None:
-        for name, values in {"topk_ids": topk_ids, "token_number": token_number}.items():
-            if values.dtype != torch.int64:  # a narrower type may already have wrapped
-                raise ValueError(f"{name} is {values.dtype}, must be torch.int64")
+        check_topk_ids(topk_ids, self.placement.num_experts)
+        if token_number.dtype != torch.int64:
+            raise ValueError(f"token_number is {token_number.dtype}, must be torch.int64")
         if topk_ids.dim() != 2:
             raise ValueError(f"topk_ids is {tuple(topk_ids.shape)}, must be [tokens, top_k]")
         if token_number.shape != topk_ids.shape[:1]:
@@ -108,12 +109,6 @@ class ReplicaChooser:
             )
         if not topk_ids.numel():
             return
-        low, high = (int(bound) for bound in torch.aminmax(topk_ids))
-        if low < -1 or high >= self.placement.num_experts:
-            raise ValueError(
-                f"topk_ids span {low}..{high}; experts are 0..{self.placement.num_experts - 1},"
-                " and -1 means no expert"
-            )
         if (lowest := int(token_number.min())) < 0:
             raise ValueError(f"token_number holds {lowest}; tokens are numbered from 0")
 

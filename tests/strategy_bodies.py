@@ -10,7 +10,7 @@ import torch
 
 from comm.dispatch import build_dispatcher
 from comm.dispatch.base import DispatchOptions, DispatchSetup
-from comm.meter import TrafficMeter
+from comm.meter import Traffic, TrafficMeter
 from comm.placement import build_placement, placement_from_slots
 from comm.transport import Transport
 from comm.wire import WIRE_FORMATS
@@ -195,6 +195,15 @@ def overlapped(world, case):
         ]
         outputs.append([pending.wait().clone() for pending in combining])
     return outputs
+
+
+def assert_counts(ranks, rows, num_bytes, case):
+    """The meters of all ranks hold these rows and bytes and no others, and all was received."""
+    traffic = Traffic.assemble([seen["meter"] for seen in ranks])
+    axes = (traffic.directions, traffic.phases)
+    assert counted(traffic.rows[0], *axes) == rows, case
+    assert counted(traffic.bytes[0], *axes, traffic.kinds) == num_bytes, case
+    assert np.array_equal(traffic.received[0], traffic.bytes[0].sum(2)), case
 
 
 def counted(array, *axes):

@@ -26,7 +26,7 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
     "comm.shm": ("torch", "comm.barrier", "comm.wire", "comm.world"),
     "comm.transport": ("torch", "comm.meter", "comm.shm", "comm.wire", "comm.world"),
     "comm.spawn": ("torch", "comm.world"),
-    "comm.replicas": ("torch", "comm.placement"),
+    "comm.replicas": ("torch", "comm.permute", "comm.placement"),
     "comm.rebalance": ("torch", "comm.meter", "comm.placement", "comm.transport"),
     "comm.grad_sync": ("torch", "comm.meter", "comm.placement", "comm.transport", "comm.wire"),
     "comm.dispatch": (

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import rank_bodies
 import torch
-from strategy_bodies import Case, counted, gradient_of_output, messages, trips
+from strategy_bodies import Case, assert_counts, gradient_of_output, messages, trips
 
 from comm.dispatch.base import DispatchOptions
 from comm.dispatch.padded import check_capacity_factor, renormalised, slot_capacity
-from comm.meter import Traffic
 from comm.spawn import run_ranks
 from comm.wire import WIRE_FORMATS
 
@@ -222,12 +221,7 @@ def plain_counts(case, ranks):
 @every_world
 def test_rows_and_bytes_are_those_of_a_plain_count(world_size, lanes):
     for case, ranks in results(world_size, lanes):
-        traffic = Traffic.assemble([seen["meter"] for seen in ranks])
-        rows, num_bytes = plain_counts(case, ranks)
-        axes = (traffic.directions, traffic.phases)
-        assert counted(traffic.rows[0], *axes) == rows, case
-        assert counted(traffic.bytes[0], *axes, traffic.kinds) == num_bytes, case
-        assert np.array_equal(traffic.received[0], traffic.bytes[0].sum(2)), case
+        assert_counts(ranks, *plain_counts(case, ranks), case)
 
 
 def test_empty_rows_are_zeros_and_only_they():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import rank_bodies
 import torch
-from strategy_bodies import Case, counted, gradient_of_output, overlapped, trips
+from strategy_bodies import Case, assert_counts, gradient_of_output, overlapped, trips
 
 from comm.dispatch.two_hop import proxies_of
 from comm.meter import Traffic
@@ -185,13 +185,7 @@ def plain_counts(case, ranks):
 @every_world
 def test_rows_and_bytes_are_those_of_a_plain_count(nodes, lanes):
     for case, ranks in results(nodes, lanes):
-        traffic = Traffic.assemble([seen["meter"] for seen in ranks])
-        rows, num_bytes = plain_counts(case, ranks)
-        names = (traffic.directions, traffic.phases)
-        assert counted(traffic.rows[0], *names) == rows, case
-        assert counted(traffic.bytes[0], *names, traffic.kinds) == num_bytes, case
-        received = traffic.bytes[0].sum(2)
-        assert np.array_equal(traffic.received[0], received), case
+        assert_counts(ranks, *plain_counts(case, ranks), case)
 
 
 @every_world

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from comm import permute
 from comm.meter import Position
 from comm.placement import ExpertPlacement
 from comm.transport import Transport
@@ -301,13 +302,4 @@ class Dispatcher(ABC, Generic[Handle]):
         for name, shape in wanted.items():
             if tuple(given[name].shape) != shape:
                 raise ValueError(f"{name} is {tuple(given[name].shape)}, must be {shape}")
-        if topk_ids.dtype != torch.int64:  # a narrower type may already have wrapped
-            raise ValueError(f"topk_ids is {topk_ids.dtype}, must be torch.int64")
-        if not tokens:
-            return
-        low, high = (int(bound) for bound in torch.aminmax(topk_ids))
-        if low < -1 or high >= setup.placement.num_experts:
-            raise ValueError(
-                f"topk_ids span {low}..{high}; experts are 0..{setup.placement.num_experts - 1},"
-                " and -1 means no expert"
-            )
+        permute.check_topk_ids(topk_ids, setup.placement.num_experts)
