@@ -11,14 +11,13 @@ Memory ordering. Flags and generation have one value to write at a time and are 
 The counter is raised by the kernel (FUTEX_WAKE_OP), whose atomic operations on user memory are full
 barriers: what a rank wrote before `arrive` is visible to whoever sees the counter raised. `wait`
 ends with one more of these (it adds nothing), so that no later load runs ahead of the generation's.
-On x86 plain stores and loads would keep this order by themselves.
+On x86 loads keep their order by themselves, and it is left out.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import math
 import mmap
 import os
 import platform
@@ -31,6 +30,7 @@ SYS_FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "loongarch64": 98, "pp
 FUTEX_WAIT, FUTEX_WAKE, FUTEX_WAKE_OP = 0, 1, 5
 LINE_BYTES = 64  # arrivals, generation and the flags: each on cache lines of their own
 LOOK_S = 0.1  # how long a sleeper sleeps before it looks whether somebody died
+STRONG_ORDER = platform.machine() == "x86_64"
 SPIN_S = 50e-6
 
 
@@ -116,16 +116,19 @@ class Barrier:
         """Until all are there. Raises RankLost with the ranks that ended or did not come."""
         assert self._arrived_at == self._waited_for + 1, "waited without arriving"
         wanted = self._arrived_at & 0xFFFFFFFF
-        spin_until = time.monotonic() + self._spin_s
-        while self._generation.value != wanted and time.monotonic() < spin_until:
-            pass
-        deadline = time.monotonic() + self._timeout_s
-        while self._generation.value != wanted:
-            before = (wanted - 1) & 0xFFFFFFFF
-            if not self._futex.wait(self._generation, before, LOOK_S):
-                self._look_around(deadline)
-        self._futex.add(self._generation, 0)
+        if self._generation.value != wanted:
+            self._wait_for(wanted)
+        if not STRONG_ORDER:
+            self._futex.add(self._generation, 0)
         self._waited_for = self._arrived_at
+
+    def _wait_for(self, wanted: int) -> None:
+        started = time.monotonic()
+        while self._generation.value != wanted and time.monotonic() < started + self._spin_s:
+            pass
+        while self._generation.value != wanted:
+            if not self._futex.wait(self._generation, (wanted - 1) & 0xFFFFFFFF, LOOK):
+                self._look_around(started + self._timeout_s)
 
     def _publish_if_complete(self) -> bool:
         wanted = self._arrived_at & 0xFFFFFFFF
@@ -167,46 +170,42 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
+LOOK = _Timespec(0, int(LOOK_S * 1e9))
+
+
 class _Futex:
     """The three futex operations (futex(2)), on words of memory that processes share."""
 
     def __init__(self) -> None:
         self._syscall = ctypes.CDLL(None, use_errno=True).syscall
+        number, word = ctypes.c_uint32, ctypes.POINTER(ctypes.c_uint32)
+        limit = ctypes.POINTER(_Timespec)
+        self._syscall.argtypes = [ctypes.c_long, word, ctypes.c_int, number, limit, word, number]
         self._syscall.restype = ctypes.c_long
-        self._number = ctypes.c_long(SYS_FUTEX[platform.machine()])
+        self._number = SYS_FUTEX[platform.machine()]
 
     def add(self, word: ctypes.c_uint32, value: int) -> None:
         """Atomically, with a full barrier. value: 0..2047"""
-        at = ctypes.byref(word)
         operation = 1 << 28 | value << 12  # FUTEX_OP_ADD
-        self._call(at, FUTEX_WAKE_OP, 0, None, at, operation)
+        self._call(word, FUTEX_WAKE_OP, 0, None, word, operation)
 
-    def wait(self, word: ctypes.c_uint32, expected: int, seconds: float) -> bool:
+    def wait(self, word: ctypes.c_uint32, expected: int, limit: _Timespec) -> bool:
         """Sleep while the word is `expected`, at most so long; False: the time was up."""
-        fraction, whole = math.modf(seconds)
-        limit = _Timespec(int(whole), int(fraction * 1e9))
-        code = self._call(ctypes.byref(word), FUTEX_WAIT, expected, ctypes.byref(limit), None, 0)
-        return code != errno.ETIMEDOUT
+        return self._call(word, FUTEX_WAIT, expected, limit, None, 0) != errno.ETIMEDOUT
 
     def wake_all(self, word: ctypes.c_uint32) -> None:
-        self._call(ctypes.byref(word), FUTEX_WAKE, 0x7FFFFFFF, None, None, 0)
+        self._call(word, FUTEX_WAKE, 0x7FFFFFFF, None, None, 0)
 
     def _call(
-        self, word: object, operation: int, value: int, limit: object, other: object, last: int
+        self,
+        word: ctypes.c_uint32,
+        operation: int,
+        value: int,
+        limit: _Timespec | None,
+        other: ctypes.c_uint32 | None,
+        last: int,
     ) -> int:
-        number = ctypes.c_uint32
-        if (
-            self._syscall(
-                self._number,
-                word,
-                ctypes.c_int(operation),
-                number(value),
-                limit,
-                other,
-                number(last),
-            )
-            >= 0
-        ):
+        if self._syscall(self._number, word, operation, value, limit, other, last) >= 0:
             return 0
         code = ctypes.get_errno()
         if code not in (errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR):

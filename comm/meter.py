@@ -158,7 +158,7 @@ class TrafficMeter:
     def put(
         self,
         position: Position,
-        parts: Sequence[tuple[str, Tensor]],
+        parts: Sequence[tuple[str, Tensor | np.ndarray]],
         rows_to: Sequence[int] | np.ndarray,
         ranks: np.ndarray | slice = EVERY_RANK,
     ) -> None:
@@ -171,7 +171,7 @@ class TrafficMeter:
             return
         place, rows = self.place(position), np.asarray(rows_to)
         for kind, part in parts:
-            kind_bytes = part.shape[1] * part.element_size()
+            kind_bytes = part.shape[1] * part.itemsize
             self.sent[place][KINDS.index(kind), ranks] += kind_bytes * rows
         if parts[0][0] not in KINDS_WITHOUT_ROWS:
             self.rows[place][ranks] += rows

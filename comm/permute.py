@@ -19,9 +19,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding_bag
-
-RADIX_SORT_KEYS = 1 << 15  # numpy sorts 16-bit keys by radix: ten times faster than comparisons
 
 
 def check_topk_ids(topk_ids: Tensor, num_experts: int) -> None:
@@ -39,15 +36,34 @@ def check_topk_ids(topk_ids: Tensor, num_experts: int) -> None:
 
 def stable_order(keys: Tensor, num_keys: int) -> Tensor:
     """Stable ascending order of integer keys [N] in [0, num_keys): int64 [N]."""
-    if keys.device.type == "cpu" and num_keys <= RADIX_SORT_KEYS:
-        return torch.from_numpy(np.argsort(keys.numpy().astype(np.int16), kind="stable"))
-    return torch.argsort(keys, stable=True)
+    if keys.device.type != "cpu":
+        return torch.argsort(keys, stable=True)
+    bits = len(keys).bit_length()
+    if num_keys << bits > 1 << 31:
+        return torch.from_numpy(np.argsort(keys.numpy(), kind="stable"))
+    # Key and place in one number of 32 bits: all differ, so any sort of them is stable, and numpy
+    # sorts such numbers a register at a time.
+    numbers = keys.numpy().astype(np.int32)
+    numbers <<= bits
+    numbers |= np.arange(len(numbers), dtype=np.int32)
+    numbers.sort()
+    numbers &= (1 << bits) - 1
+    return torch.from_numpy(numbers.astype(np.int64))
 
 
 def inverse(order: Tensor) -> Tensor:
     """Where each element went: inverse[order[i]] = i, int64 [N]."""
-    numbers = torch.arange(len(order), device=order.device)
-    return torch.empty_like(order).scatter_(0, order, numbers)
+    places = torch.empty_like(order)
+    put(places, order, torch.arange(len(order), device=order.device))
+    return places
+
+
+def put(values: Tensor, places: Tensor, numbers: Tensor) -> None:
+    """values[places] = numbers, on the CPU by numpy, which starts sooner and is no slower."""
+    if values.device.type == "cpu":
+        values.numpy()[places.numpy()] = numbers.numpy()
+    else:
+        values.scatter_(0, places, numbers)
 
 
 def token_of(choice: Tensor, top_k: int) -> Tensor:
@@ -69,9 +85,13 @@ def order_by_slot(slots: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
     choice // K), and `rows_per_slot` int64 [S]. Absent choices sort last and are cut off.
     """
     keys = slots.flatten()
-    rows_per_slot = torch.bincount(keys, minlength=num_slots + 1)[:num_slots]
+    if keys.device.type == "cpu":  # numpy starts its work sooner, which tells where rows are few
+        rows_per_slot = torch.from_numpy(np.bincount(keys.numpy(), minlength=num_slots + 1))
+    else:
+        rows_per_slot = torch.bincount(keys, minlength=num_slots + 1)
     order = stable_order(keys, num_slots + 1)
-    return order[: int(rows_per_slot.sum())], rows_per_slot
+    num_absent = int(rows_per_slot[num_slots])
+    return order[: len(order) - num_absent], rows_per_slot[:num_slots]
 
 
 def ranks_hit(slots: Tensor, slot_rank: Tensor, world_size: int) -> Tensor:
@@ -85,23 +105,32 @@ def ranks_hit(slots: Tensor, slot_rank: Tensor, world_size: int) -> Tensor:
 
 
 def rows_in_choice_order(
-    choice: Tensor, num_tokens: int, top_k: int
+    choice: Tensor, num_tokens: int, top_k: int, numbers: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | slice]:
     """For rows sent in the order of `choice` (flat (token, k) of each), how to sum them by token.
 
-    Returns `row` int64 [N], the row numbers sorted by (token, k); `first_row` int64 [T], where each
-    token's begin in `row`; `valid`, which of all T * K choices they belong to.
+    numbers: int32 or int64 [N], what the rows are called where they lie; None: 0, 1, 2, ...
+    Returns `row` [N], these numbers sorted by (token, k); `first_row` [T] of the same type, where
+    each token's begin in `row`; `valid`, which of all T * K choices they belong to.
     """
+    if numbers is None:
+        numbers = torch.arange(len(choice), device=choice.device)
     if len(choice) == num_tokens * top_k:
-        return (
-            inverse(choice),
-            torch.arange(0, len(choice), top_k, device=choice.device),
-            slice(None),
-        )
-    row = torch.full((num_tokens * top_k,), -1, dtype=torch.int64, device=choice.device)
-    row[choice] = torch.arange(len(choice), device=choice.device)
+        row = torch.empty_like(numbers)
+        put(row, choice, numbers)
+        first_row = torch.arange(0, len(row), top_k, dtype=row.dtype, device=row.device)
+        return row, first_row, slice(None)
+    row = numbers.new_full((num_tokens * top_k,), -1)
+    put(row, choice, numbers)
     valid = row >= 0
-    return row[valid], run_starts(valid.view(num_tokens, top_k).sum(1)), valid
+    first_row = run_starts(valid.view(num_tokens, top_k).sum(1)).to(row.dtype)
+    return row[valid], first_row, valid
+
+
+def of_rows(weights: Tensor, valid: Tensor | slice) -> Tensor:
+    """The weights [T, K] of the choices that have rows, as `rows_in_choice_order` names them."""
+    flat = weights.flatten()
+    return flat if isinstance(valid, slice) else flat[valid]
 
 
 def rows_in_token_order(hit: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,14 +198,17 @@ def weighted_sum(
 
     first_row: int64 [bags], where each bag's begin in `index`
     Accumulates in fp32 whatever the dtype. A 16-bit `rows` wants weights of its own type; two of
-    them, a weight rounded and what the rounding lost, keep 16 bits of each weight.
+    them, a weight rounded and what the rounding lost, keep 16 bits of each fp32 weight. That reads
+    every row twice: who has no time for it rounds the weights.
     """
     if not len(index):
         return rows.new_zeros((len(first_row), rows.shape[1]))
-    if weights is not None and rows.dtype != torch.float32:
+    if weights is not None and weights.dtype != rows.dtype:
         halves = torch.empty((len(weights), 2), dtype=rows.dtype, device=rows.device)
         halves[:, 0] = weights
         halves[:, 1] = weights - halves[:, 0]
         weights, index = halves.flatten(), index.repeat_interleave(2)
         first_row = first_row * 2
-    return embedding_bag(index, rows, first_row, mode="sum", per_sample_weights=weights)
+    # The operator behind torch.nn.functional.embedding_bag(mode="sum"), whose checks cost as much
+    # as the sum of a few rows: scale_grad_by_freq, mode, sparse, weights.
+    return torch.embedding_bag(rows, index, first_row, False, 0, False, weights)[0]

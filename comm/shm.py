@@ -90,8 +90,9 @@ class Window:
             2, self.size, TAG_WORDS
         )
         self._areas = _divide(span, self.size, tags_at + self._tags.nbytes)
-        self._tables: dict[tuple[int, str, int], Tensor] = {}
+        self._tables: dict[tuple[int, str, int, torch.dtype], Tensor] = {}
         self._words: dict[tuple[int, str, type], np.ndarray] = {}
+        self._strides: dict[tuple[str, int], int] = {}
         self._reserved: dict[tuple[int, str, int, int], int] = {}
         self._round, self._open = 0, False
         self._lent = self._bytes[:0]
@@ -110,9 +111,14 @@ class Window:
         """
         return self._room(self._copy, area, num_rows, row_bytes, place, start)
 
+    def word_room(self, area: str, num_words: int, dtype: type) -> np.ndarray:
+        """The same of this rank's region as numbers: [num_words]."""
+        self._reserve(self._copy, area, num_words, np.dtype(dtype).itemsize, self.place)
+        return self.words(area, dtype)[self.place, :num_words]
+
     def lend(self, area: str, num_rows: int, row_bytes: int) -> tuple[Tensor, int]:
         """What `room` will give this rank in the next round, to be filled before it begins: uint8
-        [num_rows, b], and a number that `refuse_outdated` wants to hear.
+        [num_rows, b], and a number that `is_lent` wants to hear.
 
         Between `meet` and `begin` only. Any round but the next one uses the memory for its own.
         """
@@ -121,17 +127,20 @@ class Window:
         self._lent = self._room(copy, area, num_rows, row_bytes, self.place, 0)
         return self._lent, self._round + 1
 
-    def refuse_outdated(self, values: Tensor, lent: int) -> None:
-        """Raise RuntimeError for values in memory of the window that was not lent out for the next
-        round under this number: another round has it for its own."""
+    def is_lent(self, values: Tensor, lent: int) -> bool:
+        """Are these the rows that were lent out for the next round under this number, where they
+        lay? Raises RuntimeError for values in memory of the window that another round has for its
+        own."""
         if not values.numel() or not _same_storage(values, self._bytes):
-            return
+            return False
         behind = values.data_ptr() - self._lent.data_ptr()
         if lent != self._round + 1 or not 0 <= behind < self._lent.numel():
             raise RuntimeError(
                 "expert_output lies in memory that was lent to an earlier dispatch and is in use"
                 " again: combine before the next dispatch, or clone what is kept longer"
             )
+        whole = values.numel() * values.itemsize == self._lent.numel()
+        return behind == 0 and whole and values.is_contiguous()
 
     def put(self, area: str, parts: Parts) -> Tensor:
         """Lay parts side by side in this rank's region: uint8 [N, b] there."""
@@ -156,12 +165,18 @@ class Window:
         return self._tags[self._copy]
 
     def stride(self, area: str, row_bytes: int) -> int:
-        """Rows from one rank's first row to the next one's."""
-        return self._areas[0][area].region // row_bytes
+        """Rows from one rank's first row to the next one's: a power of two, so that it is quick to
+        tell whose a row is, and so few that 32 bits number all rows of the table."""
+        key = (area, row_bytes)
+        stride = self._strides.get(key)
+        if stride is None:
+            most = min(self._areas[0][area].region // row_bytes, (1 << 31) // self.size)
+            stride = self._strides[key] = 1 << (most.bit_length() - 1)
+        return stride
 
-    def table(self, area: str, row_bytes: int) -> Tensor:
-        """All regions: uint8 [R * stride, b]. What nobody put reads as zeros or stale rows."""
-        return self._table(self._copy, area, row_bytes)
+    def table(self, area: str, row_bytes: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        """All regions: [R * stride, b / itemsize]. What nobody put reads as zeros or stale rows."""
+        return self._table(self._copy, area, row_bytes, dtype)
 
     def words(self, area: str, dtype: type) -> np.ndarray:
         """All regions as numbers: [R, stride]."""
@@ -179,14 +194,17 @@ class Window:
         first = place * self.stride(area, row_bytes) + start
         return self._table(copy, area, row_bytes)[first : first + num_rows]
 
-    def _table(self, copy: int, area: str, row_bytes: int) -> Tensor:
-        key = (copy, area, row_bytes)
+    def _table(
+        self, copy: int, area: str, row_bytes: int, dtype: torch.dtype = torch.uint8
+    ) -> Tensor:
+        key = (copy, area, row_bytes, dtype)
         table = self._tables.get(key)
         if table is None:
             num_rows = self.size * self.stride(area, row_bytes)
             start = self._areas[copy][area].start
             with torch.inference_mode(False):
-                table = self._bytes[start : start + num_rows * row_bytes].view(num_rows, row_bytes)
+                rows = self._bytes[start : start + num_rows * row_bytes].view(num_rows, row_bytes)
+                table = rows.view(dtype)
             self._tables[key] = table
         return table
 

@@ -28,6 +28,12 @@ def routed(
     The next chunk is sent before the experts of this one begin, and answers are waited for at the
     very end: what travels meanwhile costs no time of its own.
     """
+    if len(dispatchers) == 1:
+        (dispatcher,) = dispatchers
+        arrived = dispatcher.dispatch_async(z, topk_ids, topk_weights, slots).wait()
+        expert_output = experts(arrived.expert_input, arrived.tokens_per_expert)
+        output = dispatcher.combine_async(expert_output, arrived.handle).wait()
+        return output, arrived.num_dropped
     count = len(dispatchers)
     edges = [index * len(z) // count for index in range(count + 1)]
 
@@ -46,5 +52,4 @@ def routed(
         expert_output = experts(arrived.expert_input, arrived.tokens_per_expert)
         combining.append(dispatcher.combine_async(expert_output, arrived.handle))
         dropped += arrived.num_dropped
-    parts = [combine.wait() for combine in combining]
-    return (parts[0] if count == 1 else torch.cat(parts)), dropped
+    return torch.cat([combine.wait() for combine in combining]), dropped

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from faults import SHARED, around, change_result, fault, flipped
 from faults_counting import leave_out, recount
 
 from comm import permute
-from comm.dispatch import by_rank, one_sided, padded, two_hop
+from comm.dispatch import by_rank, padded, two_hop
 from comm.dispatch.hop import Hop
 from comm.dispatch.shared_round import SharedRound
 from comm.dispatch.two_hop import TwoHop
@@ -196,10 +197,15 @@ def filled_rows_booked_as_padding(patch):
 def row_taken_from_the_round_before(patch):
     """a rank takes the last row of a round before it is there: what the memory held before"""
 
-    def take(original, self, index):
-        rows = original(self, index)
-        rows[-1:] = before(self).index_select(0, index[-1:])
+    def take(original, self, index, entry_bytes=0):
+        rows = original(self, index, entry_bytes)
+        rows[-1:] = before(self).index_select(0, torch.from_numpy(index[-1:]))
         return rows
+
+    def take_to_answer(original, self, index, entry_bytes):
+        rows, lent = original(self, index, entry_bytes)
+        rows[-1:] = before(self).index_select(0, torch.from_numpy(index[-1:]))
+        return rows, lent
 
     def take_runs(original, self, starts, lengths):
         rows = original(self, starts, lengths)
@@ -209,6 +215,7 @@ def row_taken_from_the_round_before(patch):
         return rows
 
     around(patch, SharedRound, "take", take)
+    around(patch, SharedRound, "take_to_answer", take_to_answer)
     around(patch, SharedRound, "take_runs", take_runs)
 
 
@@ -234,7 +241,11 @@ def rows_taken_one_place_further_on(patch):
 @fault("correctness", on=("one_sided",))
 def answers_taken_one_place_further_on(patch):
     """experts say that a source's answers begin one row behind where they do"""
-    change_result(patch, one_sided, "begins", lambda starts: starts + 1)
+
+    def tell(original, self, words, lengths):
+        return original(self, words + 1, lengths)
+
+    around(patch, SharedRound, "tell", tell)
 
 
 @fault("correctness", on=("one_sided",))
@@ -242,7 +253,7 @@ def wrong_numbers_of_tokens(patch):
     """the list names for each place the token of the place before"""
 
     def lay_out_list(original, self, ids):
-        return original(self, ids.roll(1))
+        return original(self, np.roll(ids, 1))
 
     around(patch, SharedRound, "lay_out_list", lay_out_list)
 

@@ -345,3 +345,18 @@ def in_every_mode(world):
                     output.sum().backward()
                     right.append(torch.equal(x.grad, torch.ones_like(x)))
     return right
+
+
+def weighed(world, dtype):
+    """(hidden, weights, what came back) of tokens whose experts return what they get."""
+    transport = transport_of(world)
+    placement = build_placement("contiguous", 24, world.world_size)
+    wire = WIRE_FORMATS["bf16" if dtype == torch.bfloat16 else "fp32"]
+    dispatcher = build_dispatcher(
+        "one_sided", DispatchSetup(transport, placement, wire, wire, 0, 40, 8, dtype)
+    )
+    hidden, ids, _ = batch(world, 30 + world.rank, 8, 40, 24)
+    hidden, weights = hidden.to(dtype), torch.rand(ids.shape)
+    with torch.inference_mode():
+        arrived = dispatcher.dispatch(hidden, ids, weights)
+        return hidden, weights, dispatcher.combine(arrived.expert_input, arrived.handle).clone()

@@ -84,7 +84,7 @@ def _any_config(random: Random, world_size: int, base, folder: Path):
         router=RouterConfig(name=random.choice(("uniform", "uniform", "learned", "w4", *LAWFUL))),
         placement=_any_placement(random, positions, layers, num_experts, folder),
         dispatcher=_any_dispatcher(random, shape),
-        wire=_any_wire(random, mode),
+        wire=_any_wire(random),
         topology=TopologyConfig(node_of_rank=_any_nodes(random, world_size)),
         dtype=random.choice(("fp32", "fp32", "bf16", "fp16")),
         mode=mode,
@@ -93,11 +93,8 @@ def _any_config(random: Random, world_size: int, base, folder: Path):
     )
 
 
-def _any_wire(random: Random, mode: str) -> WireConfig:
-    formats = list(WIRE_FORMATS)
-    # What four bits do to a row, an expert with but that row has in its gradient several times over
-    there = [name for name in formats if mode == "inference" or not name.endswith("fp4")]
-    return WireConfig(random.choice(there), random.choice(formats), random.choice(formats))
+def _any_wire(random: Random) -> WireConfig:
+    return WireConfig(*(random.choice(list(WIRE_FORMATS)) for _ in range(3)))
 
 
 def _any_nodes(random: Random, world_size: int) -> tuple[int, ...]:

@@ -62,6 +62,21 @@ def test_groups_smaller_than_the_world(name):
         assert np.array_equal(rows, rows_of_twin) and rows.any() and not rows[..., others].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_have_the_type_of_rows_that_are_added_up_where_they_lie(dtype):
+    """Rounded to 16 bits for rows of 16 bits, and never for others; sums are in fp32."""
+    for hidden, weights, output in run_ranks(bodies.weighed, 3, dtype, deadline_s=60):
+        total = torch.zeros(len(hidden), 1)
+        for k in range(weights.shape[1]):
+            total += weights[:, k : k + 1].to(dtype).float()
+        wanted = hidden.float() * total
+        error = (output.float() - wanted).norm(dim=1) / wanted.norm(dim=1)
+        assert error.max() < (1e-6 if dtype == torch.float32 else 2**-8)
+        exact = hidden.float() * weights.sum(1, keepdim=True)
+        off = ((output.float() - exact).norm() / exact.norm()).item()
+        assert (off < 1e-6) == (dtype == torch.float32) and off < 2**-8
+
+
 COUNT_CASES = [
     (dedup, wires, experts, tokens, absent)
     for dedup, (wires, experts, tokens, absent) in itertools.product(

@@ -87,7 +87,7 @@ class AllToAll(WeightsAtHome[AllToAllHandle]):
             row, first_row, valid = permute.rows_in_choice_order(
                 handle.choice, len(handle.weights), setup.top_k
             )
-            weights = handle.weights.flatten()[valid]
+            weights = permute.of_rows(handle.weights, valid)
             return Combined(permute.weighted_sum(answers, row, first_row, weights), answers)
 
         return finish

@@ -179,8 +179,9 @@ class Dispatcher(ABC, Generic[Handle]):
         slots: Tensor | None = None,
     ) -> Pending[DispatchResult[Handle]]:
         """Begin a dispatch; under autograd it is done at once. Arguments as for `dispatch`."""
-        self._check(hidden, topk_ids, topk_weights)
-        slots = self._slots(topk_ids) if slots is None else slots
+        self._check_shapes(hidden, topk_ids, topk_weights)
+        placed = self._slots(topk_ids)
+        slots = placed if slots is None else slots
         if torch.is_grad_enabled() and (hidden.requires_grad or topk_weights.requires_grad):
             from comm.dispatch.autograd import dispatch_with_grad
 
@@ -289,17 +290,38 @@ class Dispatcher(ABC, Generic[Handle]):
         return torch.from_numpy(ranks).to(self.setup.transport.world.device)
 
     def _slots(self, topk_ids: Tensor) -> Tensor:
-        slots = self._logical_to_physical.index_select(0, (topk_ids + 1).flatten())
-        return slots.view(topk_ids.shape)
+        """The first slot of each expert: int64 [T, K]. Raises ValueError for one that is none."""
+        if topk_ids.dtype != torch.int64 or topk_ids.device.type != "cpu":
+            permute.check_topk_ids(topk_ids, self.setup.placement.num_experts)
+            entry = (topk_ids + 1).flatten()
+            return self._logical_to_physical.index_select(0, entry).view(topk_ids.shape)
+        ids, num_experts = topk_ids.numpy(), self.setup.placement.num_experts
+        highest = ids.view(np.uint64).max(initial=0)  # what is negative comes out above all others
+        if highest < num_experts and self._numbers_agree:
+            return topk_ids
+        entry = ids + 1
+        if highest >= num_experts and entry.view(np.uint64).max() > num_experts:
+            permute.check_topk_ids(topk_ids, num_experts)
+        return torch.from_numpy(self._logical_to_physical.numpy().take(entry, mode="clip"))
 
-    def _check(self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
-        setup = self.setup
-        tokens = len(hidden)
-        wanted = {"hidden": (tokens, setup.width)} | {
-            name: (tokens, setup.top_k) for name in ("topk_ids", "topk_weights")
+    @cached_property
+    def _numbers_agree(self) -> bool:
+        """Has each expert the number of its slot?"""
+        slots = self.setup.placement.logical_to_physical
+        return bool((slots == np.arange(len(slots))).all())
+
+    def _check_shapes(self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
+        choices, setup = (len(hidden), self.setup.top_k), self.setup
+        if (
+            hidden.shape == (len(hidden), setup.width)
+            and topk_ids.shape == choices
+            and topk_weights.shape == choices
+        ):
+            return
+        wanted = {"hidden": (len(hidden), setup.width)} | {
+            name: choices for name in ("topk_ids", "topk_weights")
         }
         given = {"hidden": hidden, "topk_ids": topk_ids, "topk_weights": topk_weights}
         for name, shape in wanted.items():
             if tuple(given[name].shape) != shape:
                 raise ValueError(f"{name} is {tuple(given[name].shape)}, must be {shape}")
-        permute.check_topk_ids(topk_ids, setup.placement.num_experts)

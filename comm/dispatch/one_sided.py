@@ -31,9 +31,9 @@ from comm import permute
 from comm.barrier import refusal
 from comm.dispatch.at_home import WeightsAtHome
 from comm.dispatch.base import Combined, Dispatcher, DispatchResult, DispatchSetup
-from comm.dispatch.shared_round import Letters, SharedRound, letters
+from comm.dispatch.shared_round import ENTRY_BYTES, Letters, SharedRound, letters
 from comm.meter import Position
-from comm.wire import CastFormat, WireFormat, pack, view_as
+from comm.wire import CastFormat, WireFormat, pack
 
 
 def one_sided(setup: DispatchSetup) -> Dispatcher:
@@ -62,15 +62,16 @@ class OneSidedHandle:
     copies_before: int64 [S + 1], how many of them slots before each have
     starts, counts: int64 [R, e]: where among each source's copies those for each slot of this rank
         begin, and how many they are
+    begins: int64 [R, e], where those begin among the expert-major rows
     weights: fp32 [T, K]
     lent: number under which the window lent out the memory of expert_input; 0: it did not
     """
 
-    slots: Tensor
     choice: Tensor
     copies_before: np.ndarray
     starts: np.ndarray
     counts: np.ndarray
+    begins: np.ndarray
     weights: Tensor
     lent: int = 0
 
@@ -91,7 +92,7 @@ class OneSided(WeightsAtHome[OneSidedHandle]):
         choice, rows_per_slot = permute.order_by_slot(slots, setup.placement.num_slots)
         copies_of = rows_per_slot.numpy()
         before = sums_before(copies_of)
-        ids = round_.lay_out_list(permute.token_of(choice, setup.top_k))
+        ids = round_.lay_out_list(choice.numpy() // setup.top_k)
         round_.lay_out(setup.wire_dispatch, hidden, self._by_rank(before), ids)
         round_.announce(before[:-1], copies_of, self._letters)
         round_.publish()
@@ -100,62 +101,75 @@ class OneSided(WeightsAtHome[OneSidedHandle]):
             round_.meet()
             first_slot = int(setup.placement.first_slot[setup.rank])
             starts, counts = round_.hear_announced(first_slot, setup.num_local_slots)
-            token = round_.listed(expert_major(starts, counts, round_.list_stride))
-            round_.lends = self._lends()
-            rows = round_.take(torch.from_numpy(token + source_rows(counts, round_.stride)))
+            entries, begins = expert_major(starts + round_.list_firsts[:, None], counts)
+            rows, lent = self._take(round_, round_.listed(entries))
             return DispatchResult(
                 setup.wire_dispatch.decode(rows, setup.width, setup.dtype),
                 torch.from_numpy(counts.sum(0)),
-                OneSidedHandle(slots, choice, before, starts, counts, topk_weights, round_.lent),
+                OneSidedHandle(choice, before, starts, counts, begins, topk_weights, lent),
             )
 
         return finish
 
-    def _lends(self) -> bool:
-        """May expert_input lie where the answers will? Nobody keeps it for backward, and neither
-        way is there anything to convert."""
-        setup, wires = self.setup, (self.setup.wire_dispatch, self.setup.wire_combine)
-        return torch.is_inference_mode_enabled() and all(
-            sums_in_place(wire, setup.dtype) for wire in wires
-        )
+    def _take(self, round_: SharedRound, index: np.ndarray) -> tuple[Tensor, int]:
+        """The rows, and their number where the window lent the memory: where the answers will lie,
+        if nobody keeps the rows for backward and neither way is there anything to convert."""
+        if torch.is_inference_mode_enabled() and self._converts_nothing:
+            return round_.take_to_answer(index, ENTRY_BYTES)
+        return round_.take(index, ENTRY_BYTES), 0
+
+    @cached_property
+    def _converts_nothing(self) -> bool:
+        setup = self.setup
+        wires = (setup.wire_dispatch, setup.wire_combine)
+        return all(sums_in_place(wire, setup.dtype) for wire in wires)
 
     def _start_combine(
         self, expert_output: Tensor, handle: OneSidedHandle
     ) -> Callable[[], Combined]:
         setup, wire = self.setup, self.setup.wire_combine
         keep_answers = expert_output.requires_grad or handle.weights.requires_grad
-        setup.transport.window.refuse_outdated(expert_output, handle.lent)
+        lies_there = setup.transport.window.is_lent(expert_output, handle.lent)
         round_ = self._round("combine", "forward", wire, "answers")
-        round_.lay_out(wire, expert_output, handle.counts.sum(1))
-        round_.tell(begins(handle.counts).ravel(), np.full(setup.world_size, setup.num_local_slots))
+        if lies_there:
+            round_.leave(expert_output, handle.counts.sum(1))
+        else:
+            round_.lay_out(wire, expert_output, handle.counts.sum(1))
+        round_.tell(handle.begins.ravel(), self._slots_alike)
         round_.publish()
 
         def finish() -> Combined:
             round_.meet()
-            shift = torch.from_numpy(self._shift_of_slot(handle, round_))
+            index = self._answers_at(round_, handle)
             if keep_answers or not sums_in_place(wire, setup.dtype):
-                slot = handle.slots.flatten().index_select(0, handle.choice)
-                index = torch.arange(len(slot)) + shift.index_select(0, slot)
                 answers = wire.decode(round_.take(index), setup.width, setup.dtype)
                 return Combined(self._sum(answers, handle), answers)
-            return Combined(self._sum_in_place(round_, handle, shift))
+            return Combined(self._sum_in_place(round_, handle, index))
 
         return finish
 
-    def _shift_of_slot(self, handle: OneSidedHandle, round_: SharedRound) -> np.ndarray:
-        """How far on from a copy's number is that of its answer in the table: int64 [S]."""
-        placement = self.setup.placement
+    def _answers_at(self, round_: SharedRound, handle: OneSidedHandle) -> np.ndarray:
+        """Where in the table each copy's answer is: int32 [N]."""
+        placement, before = self.setup.placement, handle.copies_before
         slots = placement.slots_per_rank
-        begin = np.concatenate(round_.hear(slots * self.setup.rank, slots))
-        return begin + placement.slot_rank * round_.stride - handle.copies_before[:-1]
+        if self._placed_evenly:
+            begins_at = round_.hear_alike(int(slots[0]) * self.setup.rank, int(slots[0])).flatten()
+        else:
+            begins_at = round_.hear(slots * self.setup.rank, slots)
+        begins_at += round_.firsts[placement.slot_rank] - before[:-1]
+        behind = np.arange(before[-1], dtype=np.int32)
+        return behind + begins_at.astype(np.int32).repeat(before[1:] - before[:-1])
 
-    def _sum_in_place(self, round_: SharedRound, handle: OneSidedHandle, shift: Tensor) -> Tensor:
-        """Each token's answers added up where they lie, ascending k: [T, W]."""
-        copy, first, valid = self._in_choice_order(handle)
-        index = copy + shift.index_select(0, handle.slots.flatten()[valid])
+    def _sum_in_place(
+        self, round_: SharedRound, handle: OneSidedHandle, index: np.ndarray
+    ) -> Tensor:
+        """Each token's answers added up where they lie, ascending k: [T, W]. Rows of 16 bits with
+        weights of 16 bits, as each row of them is read but once."""
         round_.count_taken(index)
-        table = view_as(round_.table, self.setup.dtype)
-        return permute.weighted_sum(table, index, first, handle.weights.flatten()[valid])
+        row, first, valid = self._in_choice_order(handle, torch.from_numpy(index))
+        table = round_.table_of(self.setup.dtype)
+        weights = permute.of_rows(handle.weights, valid).to(table.dtype)
+        return permute.weighted_sum(table, row, first, weights)
 
     def _to_experts(self, rows: Tensor, handle: OneSidedHandle) -> Tensor:
         setup, wire = self.setup, self.setup.gradients
@@ -163,8 +177,8 @@ class OneSided(WeightsAtHome[OneSidedHandle]):
         round_.lay_out(wire, rows, self._by_rank(handle.copies_before))
         round_.publish()
         round_.meet()
-        index = expert_major(handle.starts, handle.counts, round_.stride)
-        taken = round_.take(torch.from_numpy(index))
+        index, _ = expert_major(handle.starts + round_.firsts[:, None], handle.counts)
+        taken = round_.take(index)
         return wire.decode(taken, setup.width, setup.dtype)
 
     def _dispatch_backward(
@@ -187,20 +201,43 @@ class OneSided(WeightsAtHome[OneSidedHandle]):
     def _sum(self, rows: Tensor, handle: OneSidedHandle, weighted: bool = True) -> Tensor:
         """Each token's rows added up, ascending k: [T, W]; rows: [N, W], in the copies' order."""
         copy, first, valid = self._in_choice_order(handle)
-        weights = handle.weights.flatten()[valid] if weighted else None
+        weights = permute.of_rows(handle.weights, valid) if weighted else None
         return permute.weighted_sum(rows, copy, first, weights)
 
-    def _in_choice_order(self, handle: OneSidedHandle) -> tuple[Tensor, Tensor, Tensor | slice]:
+    def _in_choice_order(
+        self, handle: OneSidedHandle, numbers: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | slice]:
         tokens = len(handle.weights)
-        return permute.rows_in_choice_order(handle.choice, tokens, self.setup.top_k)
+        return permute.rows_in_choice_order(handle.choice, tokens, self.setup.top_k, numbers)
 
     def _round(
         self, phase: str, direction: str, wire: WireFormat, area: str = "rows"
     ) -> SharedRound:
-        width = self.setup.width
-        row_bytes = wire.hidden_bytes(width) + wire.scale_bytes(width)
-        position = Position(self.setup.layer, phase, direction)
-        return SharedRound(self.setup.transport, position, row_bytes, wire.code, area)
+        key = (phase, direction, wire.code)
+        round_ = self._rounds.get(key)
+        if round_ is None:
+            width = self.setup.width
+            row_bytes = wire.hidden_bytes(width) + wire.scale_bytes(width)
+            position = Position(self.setup.layer, phase, direction)
+            round_ = SharedRound(self.setup.transport, position, row_bytes, wire.code, area)
+            self._rounds[key] = round_
+        return round_.begin()
+
+    @cached_property
+    def _rounds(self) -> dict[tuple[str, str, int], SharedRound]:
+        """What is the same in every call of a phase."""
+        return {}
+
+    @cached_property
+    def _placed_evenly(self) -> bool:
+        """Have all ranks as many slots?"""
+        slots = self.setup.placement.slots_per_rank
+        return bool((slots == slots[0]).all())
+
+    @cached_property
+    def _slots_alike(self) -> np.ndarray:
+        """This rank's slots, told to each: int64 [R]."""
+        return np.full(self.setup.world_size, self.setup.num_local_slots)
 
     @cached_property
     def _letters(self) -> Letters:
@@ -208,7 +245,8 @@ class OneSided(WeightsAtHome[OneSidedHandle]):
 
     def _by_rank(self, copies_before: np.ndarray) -> np.ndarray:
         """How many copies are for each rank: int64 [S + 1] -> [R]."""
-        return np.diff(copies_before[self.setup.placement.first_slot])
+        before = copies_before[self.setup.placement.first_slot]
+        return before[1:] - before[:-1]
 
 
 def sums_in_place(wire: WireFormat, dtype: torch.dtype) -> bool:
@@ -223,25 +261,14 @@ def sums_before(counts: np.ndarray) -> np.ndarray:
     return sums
 
 
-def expert_major(starts: np.ndarray, counts: np.ndarray, stride: int) -> np.ndarray:
-    """Where the copies for this rank's experts lie: int64 [M] source * stride + place, expert after
-    expert, in each by source.
+def expert_major(starts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where the copies for this rank's experts lie: int64 [M], expert after expert, in each by
+    source; and where each source's begin among them, int64 [R, e].
 
     starts, counts: int64 [R, e], of each run of copies, the place of the first and how many
     """
     runs = counts.T.ravel()
-    wanted_at = runs.cumsum() - runs
-    begins_at = (starts + stride * np.arange(len(starts))[:, None]).T.ravel()
-    return np.arange(runs.sum()) + (begins_at - wanted_at).repeat(runs)
-
-
-def source_rows(counts: np.ndarray, stride: int) -> np.ndarray:
-    """source * stride of each copy, in the same order: int64 [M]; counts: int64 [R, e]"""
-    firsts = stride * np.arange(len(counts))[None]
-    return firsts.repeat(counts.shape[1], axis=0).ravel().repeat(counts.T.ravel())
-
-
-def begins(counts: np.ndarray) -> np.ndarray:
-    """Where each source's rows begin among the expert-major rows: counts, int64 [R, e] alike."""
-    runs = counts.T.ravel()
-    return (runs.cumsum() - runs).reshape(counts.T.shape).T
+    ends = runs.cumsum()
+    begins = ends - runs
+    places = np.arange(ends[-1] if len(ends) else 0) + (starts.T.ravel() - begins).repeat(runs)
+    return places, begins.reshape(counts.T.shape).T

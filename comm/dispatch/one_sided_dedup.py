@@ -36,7 +36,7 @@ class SharedHop(Hop):
     starts: tuple[int, ...] = ()
 
     def forth(self, position: Position, rows: Tensor, parts: Parts) -> Tensor:
-        round_ = SharedRound(self.transport, position, rows.shape[1], ANY_FORMAT)
+        round_ = SharedRound(self.transport, position, rows.shape[1], ANY_FORMAT).begin()
         index = self.destinations.nonzero()[:, 1]
         round_.lay_out_selected(rows, index, parts, np.array(self.sent_splits))
         round_.publish()
@@ -45,7 +45,7 @@ class SharedHop(Hop):
 
     def start_back(self, position: Position, parts: Parts) -> Callable[[], Tensor]:
         packed = pack(parts)
-        round_ = SharedRound(self.transport, position, packed.shape[1], ANY_FORMAT)
+        round_ = SharedRound(self.transport, position, packed.shape[1], ANY_FORMAT).begin()
         order = torch.arange(len(packed)).split(self.received_splits)
         round_.hand_back(packed, parts, self.starts, order)
         round_.publish()
@@ -66,7 +66,7 @@ def start_shared_hop(
     wire_code: int,
 ) -> Callable[[], tuple[Tensor, SharedHop]]:
     """As comm.dispatch.hop.start_hop, in one round of the window."""
-    round_ = SharedRound(transport, position, rows.shape[1], wire_code)
+    round_ = SharedRound(transport, position, rows.shape[1], wire_code).begin()
     rows_to = destinations.sum(1).numpy()
     round_.lay_out_selected(rows, destinations.nonzero()[:, 1], parts, rows_to)
     rank = transport.group.rank

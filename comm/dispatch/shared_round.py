@@ -18,6 +18,7 @@ from comm.transport import HEADER_FIELDS, Transport, check_headers
 from comm.wire import CastFormat, Parts, WireFormat, as_bytes, view_as
 
 HEADER_WORDS = len(HEADER_FIELDS)
+ENTRY_BYTES = 4  # of a list: the number of a row in the table
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,9 @@ class SharedRound:
     row_bytes: of a row in a region; wire_code: what the header calls its format
     area: of the window, that rows lie in
     header: int64 [4] comm.transport.HEADER_FIELDS, as of a counts message
-    stride: row number of the first row of rank 1, of rank 2 less that of rank 1, and so on
-    lends: take rows into memory that the next round will find them in, if it lays out answers
-    lent: what comm.shm.Window.refuse_outdated wants to hear of them; 0 for none
+    stride: rows from one rank's first row to the next one's
+    firsts, list_firsts: int64 [R], each rank's first row in the table, and its first entry in the
+        lists of all ranks
     """
 
     def __init__(
@@ -68,32 +69,44 @@ class SharedRound:
         self._place = transport.group.rank
         phase = ALL_PHASES.index(position.phase)
         self.header = np.array([position.layer, phase, row_bytes, wire_code])
+        self._tag = self.header.copy()
+        self._tag[1] += len(ALL_PHASES) * DIRECTIONS.index(position.direction)
         self.stride = self._window.stride(area, row_bytes)
-        self.lends, self.lent = False, 0
+        places = np.arange(self._group.size)
+        self.firsts = self.stride * places
+        self.list_firsts = self._window.stride("ids", ENTRY_BYTES) * places
+
+    def begin(self) -> SharedRound:
+        """The same phase once more."""
         self._window.begin()
+        return self
 
     @property
     def table(self) -> Tensor:
         """Every rank's rows: uint8 [R * stride, row_bytes]. What is read in it is not counted."""
         return self._window.table(self._area, self.row_bytes)
 
+    def table_of(self, dtype: torch.dtype) -> Tensor:
+        """The same as values: [R * stride, W]."""
+        return self._window.table(self._area, self.row_bytes, dtype)
+
     def tell(self, words: np.ndarray, lengths: np.ndarray) -> None:
         """Lay out a counts message for each rank, one after another: int64 words, lengths [R]."""
-        room = self._window.room("words", len(words), 8, self._place)
-        room.numpy().view(np.int64)[:, 0] = words
-        self._meter.put(self.position, [("counts", room)], lengths, self._ranks)
+        self._window.word_room("words", len(words), np.int64)[:] = words
+        self._tell(words, lengths)
 
-    def hear(self, starts: np.ndarray, lengths: np.ndarray) -> list[np.ndarray] | np.ndarray:
+    def hear(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Take each rank's message to this one: lengths [R] words from starts [R] on in all that it
-        has told. An array [R, n] where all have the same place, else a list."""
-        table = self._window.words("words", np.int64)
+        has told, one after another, int64 [sum(lengths)]."""
         self._meter.taken(self.position, 8, lengths, self._ranks)
-        if (starts == starts[0]).all() and (lengths == lengths[0]).all():
-            return table[:, starts[0] : starts[0] + lengths[0]].copy()
-        return [
-            told[start : start + length].copy()
-            for told, start, length in zip(table, starts, lengths, strict=True)
-        ]
+        told = self._window.words("words", np.int64)
+        parts = zip(told, starts.tolist(), (starts + lengths).tolist(), strict=True)
+        return np.concatenate([words[start:end] for words, start, end in parts])
+
+    def hear_alike(self, start: int, length: int) -> np.ndarray:
+        """The same where all messages are in the same place: int64 [R, length]."""
+        self._meter.taken(self.position, 8, np.full(self._group.size, length), self._ranks)
+        return self._window.words("words", np.int64)[:, start : start + length]
 
     def announce(self, starts: np.ndarray, lengths: np.ndarray, places: Letters) -> None:
         """Tell each rank where its runs of rows begin and how long they are; starts, lengths:
@@ -102,10 +115,13 @@ class SharedRound:
         A message is the header and a word for each run, of two halves.
         """
         assert not len(starts) or starts[-1] + lengths[-1] < 1 << 31, "rows are told in 32 bits"
-        words = np.empty(len(starts) + places.headers.size, np.int64)
+        words = self._window.word_room("words", len(starts) + places.headers.size, np.int64)
         words[places.headers] = self.header
         words[places.runs] = lengths << 32 | starts
-        self.tell(words, places.lengths)
+        self._tell(words, places.lengths)
+
+    def _tell(self, words: np.ndarray, lengths: np.ndarray) -> None:
+        self._meter.put(self.position, [("counts", words[:, None])], lengths, self._ranks)
 
     def hear_announced(self, first_run: int, num_runs: int) -> tuple[np.ndarray, np.ndarray]:
         """The same of each rank, about its runs for this one: starts, lengths, int64 [R, num_runs].
@@ -113,27 +129,27 @@ class SharedRound:
 
         first_run: `bounds` of this rank, the same on all
         """
-        size = self._group.size
         start, length = HEADER_WORDS * self._place + first_run, HEADER_WORDS + num_runs
-        heard = self.hear(np.full(size, start), np.full(size, length))
+        heard = self.hear_alike(start, length)
         self._check(heard[:, :HEADER_WORDS], self.header)
-        runs = heard[:, HEADER_WORDS:]
-        return runs & 0xFFFFFFFF, runs >> 32
+        runs = heard.T[HEADER_WORDS:].copy()  # an expert's together: the order that is wanted next
+        return (runs & 0xFFFFFFFF).T, (runs >> 32).T
 
     def lay_out(
-        self, wire: WireFormat, values: Tensor, rows_to: np.ndarray, listed: Parts = ()
+        self,
+        wire: WireFormat,
+        values: Tensor,
+        rows_to: np.ndarray,
+        listed: Sequence[tuple[str, np.ndarray]] = (),
     ) -> None:
-        """Values [N, W] into this rank's region, to be taken as often as `rows_to` says. Nothing
-        moves where they lie there already.
+        """Values [N, W] into this rank's region, to be taken as often as `rows_to` says.
 
         rows_to: takings by each rank, int64 [R]; listed: what each of them adds to the row
         """
         if isinstance(wire, CastFormat):  # in one pass, whatever the type of the values
             room = self._window.room(self._area, len(values), self.row_bytes, self._place)
             if values.dtype == wire.dtype:  # numpy copies with memcpy, a tenth faster than torch
-                rows = as_bytes(values)
-                if rows.data_ptr() != room.data_ptr():
-                    np.copyto(room.numpy(), rows.numpy())
+                np.copyto(room.numpy(), as_bytes(values).numpy())
             else:
                 view_as(room, wire.dtype).copy_(values)
             parts = [("hidden", room)]
@@ -141,6 +157,10 @@ class SharedRound:
             parts = wire.encode(values)
             self._window.put(self._area, parts)
         self._meter.put(self.position, [*listed, *parts], rows_to, self._ranks)
+
+    def leave(self, values: Tensor, rows_to: np.ndarray) -> None:
+        """The same of values in memory that was lent to hold them: there they are."""
+        self._meter.put(self.position, [("hidden", values)], rows_to, self._ranks)
 
     def lay_out_selected(
         self, packed: Tensor, index: Tensor, parts: Parts, rows_to: np.ndarray
@@ -153,12 +173,12 @@ class SharedRound:
         torch.index_select(packed, 0, index, out=room)
         self._meter.put(self.position, parts, rows_to, self._ranks)
 
-    def lay_out_list(self, ids: Tensor) -> Parts:
-        """int64 [N], which of its rows this rank means, in the order in which they are taken; in
-        32 bits each."""
-        room = self._window.room("ids", len(ids), 4, self._place)
-        np.copyto(room.numpy().view(np.int32)[:, 0], ids.numpy(), casting="same_kind")
-        return [("ids", room)]
+    def lay_out_list(self, rows: np.ndarray) -> list[tuple[str, np.ndarray]]:
+        """int64 [N], which of its rows this rank means, in the order in which they are taken: their
+        numbers in the table, in 32 bits each."""
+        room = self._window.word_room("ids", len(rows), np.int32)
+        np.add(rows, self.firsts[self._place], out=room, casting="same_kind")
+        return [("ids", room[:, None])]
 
     def hand_back(
         self, packed: Tensor, parts: Parts, starts: Sequence[int], order: Sequence[Tensor]
@@ -176,32 +196,30 @@ class SharedRound:
 
     def publish(self) -> None:
         """What this rank lays out is there."""
-        tag = self.header.copy()
-        tag[1] += len(ALL_PHASES) * DIRECTIONS.index(self.position.direction)
-        self._window.publish(tag)
-        self._tag = tag
+        self._window.publish(self._tag)
 
     def meet(self) -> None:
         """Wait for the others. Raises RankLost; SplitMismatch where they are in another phase."""
         self._check(self._window.meet(), self._tag)
 
-    @property
-    def list_stride(self) -> int:
-        """As `stride`, of the lists' entries."""
-        return self._window.stride("ids", 4)
-
     def listed(self, at: np.ndarray) -> np.ndarray:
-        """Take entries of the lists: int32 [M]; at: int64 [M], rank * list_stride + place."""
-        self._count_taken(at, self.list_stride, 4)
+        """Entries of the lists: int32 [M], counted with the rows that they name; at: int64 [M]"""
         return self._window.words("ids", np.int32).ravel().take(at)
 
-    def take(self, index: Tensor) -> Tensor:
-        """Copy rows of the table: uint8 [len(index), row_bytes]."""
-        self.count_taken(index)
-        if not self.lends:
-            return self.table.index_select(0, index)
-        rows, self.lent = self._window.lend("answers", len(index), self.row_bytes)
-        return torch.index_select(self.table, 0, index, out=rows)
+    def take(self, index: np.ndarray, entry_bytes: int = 0) -> Tensor:
+        """Copy rows of the table: uint8 [len(index), row_bytes].
+
+        entry_bytes: of the list's entry that named each row
+        """
+        self.count_taken(index, entry_bytes)
+        return self.table.index_select(0, torch.from_numpy(index))
+
+    def take_to_answer(self, index: np.ndarray, entry_bytes: int) -> tuple[Tensor, int]:
+        """Copy rows of the table into memory that the next round will find them in, if it lays out
+        answers: the rows, and what comm.shm.Window.is_lent wants to hear of them."""
+        self.count_taken(index, entry_bytes)
+        rows, lent = self._window.lend("answers", len(index), self.row_bytes)
+        return torch.index_select(self.table, 0, torch.from_numpy(index), out=rows), lent
 
     def take_runs(self, starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
         """Copy a run of rows of each rank, from `starts` on in its region: uint8 [N, row_bytes]."""
@@ -218,14 +236,12 @@ class SharedRound:
         first = self._place * self.stride
         return self.table[first : first + int(rows_from.sum())]
 
-    def count_taken(self, index: Tensor) -> None:
+    def count_taken(self, index: np.ndarray, entry_bytes: int = 0) -> None:
         """Book rows of the table that this rank reads where they are."""
-        self._count_taken(index.numpy(), self.stride, self.row_bytes)
-
-    def _count_taken(self, index: np.ndarray, stride: int, row_bytes: int) -> None:
         if self._meter.enabled:
-            rows_from = np.bincount(index // stride, minlength=self._group.size)
-            self._meter.taken(self.position, row_bytes, rows_from, self._ranks)
+            rank = index >> self.stride.bit_length() - 1
+            rows_from = np.bincount(rank, minlength=self._group.size)
+            self._meter.taken(self.position, self.row_bytes + entry_bytes, rows_from, self._ranks)
 
     def _check(self, theirs: np.ndarray, mine: np.ndarray) -> None:
         ranks = self._group.ranks
