@@ -38,14 +38,13 @@ def stable_order(keys: Tensor, num_keys: int) -> Tensor:
     """Stable ascending order of integer keys [N] in [0, num_keys): int64 [N]."""
     if keys.device.type != "cpu":
         return torch.argsort(keys, stable=True)
+    # Key and place in one number: all differ, so any sort of them is stable, and numpy sorts such
+    # numbers a register at a time.
     bits = len(keys).bit_length()
-    if num_keys << bits > 1 << 31:
-        return torch.from_numpy(np.argsort(keys.numpy(), kind="stable"))
-    # Key and place in one number of 32 bits: all differ, so any sort of them is stable, and numpy
-    # sorts such numbers a register at a time.
-    numbers = keys.numpy().astype(np.int32)
+    dtype = np.int32 if num_keys << bits <= 1 << 31 else np.int64
+    numbers = keys.numpy().astype(dtype)
     numbers <<= bits
-    numbers |= np.arange(len(numbers), dtype=np.int32)
+    numbers |= np.arange(len(numbers), dtype=dtype)
     numbers.sort()
     numbers &= (1 << bits) - 1
     return torch.from_numpy(numbers.astype(np.int64))

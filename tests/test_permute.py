@@ -29,7 +29,7 @@ def starts(lengths):
 @given(st.lists(st.integers(0, 9)), st.booleans())
 @settings(max_examples=50, deadline=None)
 def test_stable_order_keeps_equal_keys_in_place(keys, many):
-    num_keys = 1 << 31 if many else 10  # the slow and the fast way
+    num_keys = 1 << 31 if many else 10  # in 64 bits and in 32
     order = permute.stable_order(torch.tensor(keys, dtype=torch.int64), num_keys).tolist()
     assert order == sorted(range(len(keys)), key=lambda index: keys[index])
 
