@@ -84,13 +84,13 @@ def order_by_slot(slots: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
     choice // K), and `rows_per_slot` int64 [S]. Absent choices sort last and are cut off.
     """
     keys = slots.flatten()
-    if keys.device.type == "cpu":  # numpy starts its work sooner, which tells where rows are few
-        rows_per_slot = torch.from_numpy(np.bincount(keys.numpy(), minlength=num_slots + 1))
-    else:
-        rows_per_slot = torch.bincount(keys, minlength=num_slots + 1)
     order = stable_order(keys, num_slots + 1)
-    num_absent = int(rows_per_slot[num_slots])
-    return order[: len(order) - num_absent], rows_per_slot[:num_slots]
+    if keys.device.type == "cpu":  # numpy starts its work sooner, which tells where rows are few
+        counts = np.bincount(keys.numpy(), minlength=num_slots + 1)
+        present = len(order) - int(counts[num_slots])
+        return torch.from_numpy(order.numpy()[:present]), torch.from_numpy(counts[:num_slots])
+    rows_per_slot = torch.bincount(keys, minlength=num_slots + 1)[:num_slots]
+    return order[: int(rows_per_slot.sum())], rows_per_slot
 
 
 def ranks_hit(slots: Tensor, slot_rank: Tensor, world_size: int) -> Tensor:
