@@ -65,12 +65,11 @@ class Booking:
 def recount(patch, change):
     """The meter books change(booking) instead, nothing where that is None."""
 
-    def record(original, self, position, message, parts, out, back, ranks, empty):
+    def record(original, self, position, message, parts, out, back, ranks, empty, group):
         one = change(Booking(position, message, list(parts), list(out), list(back), ranks, empty))
         if one is not None:
-            original(
-                self, one.position, one.message, one.parts, one.out, one.back, one.ranks, one.empty
-            )
+            booked = (one.position, one.message, one.parts, one.out, one.back, one.ranks, one.empty)
+            original(self, *booked, group)
 
     def put(original, self, position, parts, rows_to, ranks):
         one = change(Booking(position, None, list(parts), list(rows_to), [0] * len(rows_to), ranks))
