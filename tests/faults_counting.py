@@ -197,6 +197,34 @@ def move(**changes):
     return lambda booking: replace(booking, position=replace(booking.position, **changes))
 
 
+@fault("kernel", on=SENT)
+def one_row_too_many_counted(patch):
+    """rank 1 books a row of each message twice, to the rank after it"""
+
+    def change(booking):
+        if dist.get_rank() != 1 or len(booking.message) == 0:
+            return booking
+        out = list(booking.out)
+        out[(booking.own + 1) % len(out)] += 1
+        message = torch.cat([booking.message, booking.message[:1]])
+        return replace(booking, message=message, out=out)
+
+    recount(patch, change)
+
+
+@fault("kernel", on=SENT)
+def one_message_passes_the_meter_by(patch):
+    """bytes that no prediction knows of travel beside each message, and the meter is not told"""
+
+    def start(original, self, *rest):
+        work = original(self, *rest)
+        extra = torch.ones(self.group.size, dtype=torch.uint8)
+        dist.all_to_all_single(extra.clone(), extra, group=self.group.process_group)
+        return work
+
+    around(patch, Transport, "_start", start)
+
+
 @fault("exact")
 def combine_booked_as_dispatch(patch):
     """the way back is booked to the phase of the way out"""
