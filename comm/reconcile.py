@@ -218,8 +218,8 @@ def _verdict(groups: Sequence[_Group], law: Law) -> Verdict:
             total,
             total,
             0,
-            f"all {pairs:,} pairs equal, {total:,} B acknowledged: {payload:,} B counted, and"
-            f" {messages:,} messages with {law.per_message} B + {law.per_answer} B of gloo's own",
+            f"all {pairs:,} pairs equal, {total:,} B acknowledged = {payload:,} B counted +"
+            f" {messages:,} messages x ({law.per_message} + {law.per_answer}) B of gloo's own",
         )
     worst = max(groups, key=lambda group: int(np.abs(group.acked - group.predicted).max()))
     apart = np.abs(worst.acked - worst.predicted)
