@@ -84,6 +84,8 @@ class TrafficMeter:
     """One rank's row of the ledger. `enabled` is off during warm-up.
 
     directions, phases: the names of the axes; a message of another place is a mistake
+    carried: what went over the connections of each group of ranks, by comm.world.RankGroup.number:
+        int64 [2, dst], bytes and messages; what shared memory carries is not in it
     """
 
     num_layers: int
@@ -97,6 +99,7 @@ class TrafficMeter:
     rows: np.ndarray = field(init=False)  # int64 [layer, direction, phase, dst]
     received: np.ndarray = field(init=False)  # int64 [layer, direction, phase, src]
     seconds: np.ndarray = field(init=False)  # float64 [layer, direction, phase]
+    carried: dict[int, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         places = (self.num_layers, len(self.directions), len(self.phases))
@@ -122,6 +125,7 @@ class TrafficMeter:
         output_splits: Sequence[int],
         ranks: np.ndarray | slice = EVERY_RANK,
         empty_rows: Sequence[int] | None = None,
+        group: int = 0,
     ) -> None:
         """Count one message.
 
@@ -130,6 +134,7 @@ class TrafficMeter:
         input_splits, output_splits: rows to and from each rank of the group
         ranks: the global ranks that these are
         empty_rows: how many of the rows to each rank hold nothing; their bytes are padding
+        group: number of the group of ranks whose connections carry it
         """
         if not self.enabled:
             return
@@ -150,6 +155,8 @@ class TrafficMeter:
             sent -= np.multiply.outer(kind_bytes, np.array(empty_rows))
             sent[KINDS.index("padding")] += np.array(empty_rows) * row_bytes
         self.sent[place][:, ranks] += sent
+        carried = self.carried.setdefault(group, np.zeros((2, self.world_size), np.int64))
+        carried[:, ranks] += np.stack([sent.sum(axis=0), np.ones_like(rows)])
         self.received[place][ranks] += np.array(output_splits) * row_bytes
         if parts[0][0] not in KINDS_WITHOUT_ROWS:
             self.rows[place][ranks] += rows

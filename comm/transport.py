@@ -140,7 +140,8 @@ class Transport:
     ) -> dist.Work:
         """Count a message and put it in flight; a view of a group finds its ranks here."""
         self.meter.record(
-            position, message, parts, input_splits, output_splits, self._ranks, empty_rows
+            *(position, message, parts, input_splits, output_splits),
+            *(self._ranks, empty_rows, self.group.number),
         )
         return dist.all_to_all_single(
             received, message, output_splits, input_splits, self.group.process_group, async_op=True

@@ -5,6 +5,7 @@
     expected     every scope lies where the law of the router lets it       EXACT, WITHIN or OUTSIDE
     correctness  outputs lie within the error bound of the wire formats     EXACT, WITHIN or OUTSIDE
     gradients    and so do gradients, in training                           EXACT, WITHIN or OUTSIDE
+    kernel       the kernel acknowledged what was counted (comm.reconcile)  EXACT or OUTSIDE
 
 A verdict that cannot be given is NOT_AVAILABLE with its reason, and does not touch the exit status.
 """
@@ -336,10 +337,11 @@ def correctness_verdict(
 
 
 def exit_status(verdicts: Iterable[Verdict]) -> int:
-    """0, or the status of the most fundamental verdict that is OUTSIDE: the lowest number.
+    """0, or the status of the most fundamental verdict that is OUTSIDE.
 
-    Wrong bytes (3) come before wrong outputs (4), which they may well explain, and both before
-    counters of the kernel (5), which can only disagree about bytes that were counted.
+    Bytes that the kernel did not see (5) come first: nothing that was compared with a wrong count
+    means anything. Then the lowest number: wrong bytes (3) may well explain wrong outputs (4).
     """
     outside = [EXIT_STATUS[v.name] for v in verdicts if v.state is State.OUTSIDE]
-    return min(outside, default=0)
+    kernel = EXIT_STATUS["kernel"]
+    return kernel if kernel in outside else min(outside, default=0)

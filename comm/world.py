@@ -14,7 +14,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from comm.tcp import own_sockets
 from comm.topology import Topology, divisibility_message
+
+LAZY = "TORCH_GLOO_LAZY_INIT"
 
 
 @dataclass(frozen=True)
@@ -22,11 +25,16 @@ class RankGroup:
     """Some ranks with connections of their own.
 
     ranks: global ranks, ascending; rank: this rank's place among them
+    number: of the partition of the world that it belongs to, the same on every rank
+    sockets: file descriptors of its connections; others that were opened meanwhile may be among
+        them, and none are known where there is no /proc or no gloo
     """
 
     ranks: tuple[int, ...]
     rank: int
     process_group: dist.ProcessGroup
+    number: int = 0
+    sockets: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
@@ -39,6 +47,7 @@ class World:
 
     metered_group: carries the traffic of the layers and nothing else, over its own connections;
         control traffic (gathering records, barriers) uses the default group
+    metered_sockets: as RankGroup.sockets, of the metered group
     local_rank, local_world_size: among the ranks of this host
     """
 
@@ -50,12 +59,14 @@ class World:
     backend: str
     metered_group: dist.ProcessGroup
     timeout: timedelta = timedelta(seconds=60)
+    metered_sockets: tuple[int, ...] = ()
     _parts: dict[tuple[tuple[int, ...], ...], RankGroup] = field(default_factory=dict)
 
     @property
     def everyone(self) -> RankGroup:
         """All ranks, over the metered connections."""
-        return RankGroup(tuple(range(self.world_size)), self.rank, self.metered_group)
+        ranks = tuple(range(self.world_size))
+        return RankGroup(ranks, self.rank, self.metered_group, 0, self.metered_sockets)
 
     def split(self, parts: Sequence[Sequence[int]]) -> RankGroup:
         """Make a group of each part of the world and return the one that holds this rank.
@@ -68,10 +79,12 @@ class World:
         if partition == (self.everyone.ranks,):
             return self.everyone
         if partition not in self._parts:
+            number = 1 + len(self._parts)
             for ranks in partition:
-                made = dist.new_group(list(ranks), backend=self.backend, timeout=self.timeout)
+                made, sockets = connected_group(ranks, self.rank, self.backend, self.timeout)
                 if self.rank in ranks:
-                    self._parts[partition] = RankGroup(ranks, ranks.index(self.rank), made)
+                    place = ranks.index(self.rank)
+                    self._parts[partition] = RankGroup(ranks, place, made, number, sockets)
         return self._parts[partition]
 
     def gather(self, value: object) -> list:
@@ -119,8 +132,24 @@ def join(
     dist.init_process_group(
         backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout
     )
-    metered = dist.new_group(backend=backend, timeout=timeout)
-    return World(rank, world_size, local_rank, local_world_size, place, backend, metered, timeout)
+    metered, sockets = connected_group(range(world_size), rank, backend, timeout)
+    return World(
+        rank, world_size, local_rank, local_world_size, place, backend, metered, timeout, sockets
+    )
+
+
+def connected_group(
+    ranks: Sequence[int], rank: int, backend: str, timeout: timedelta
+) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
+    """A new process group, and the sockets that came with it; a collective of the whole world."""
+    before = own_sockets()
+    made = dist.new_group(list(ranks), backend=backend, timeout=timeout)
+    if backend != "gloo" or rank not in ranks:
+        return made, ()
+    if LAZY in os.environ:  # then gloo connects two ranks when the first message is sent
+        rows, nothing = [0] * len(ranks), torch.empty(0, dtype=torch.uint8)
+        dist.all_to_all_single(nothing, nothing.clone(), rows, rows, made)
+    return made, tuple(sorted(fd for fd, _ in own_sockets() - before))
 
 
 def leave() -> None:

@@ -27,7 +27,7 @@ from comm.rebalance import move_experts
 from comm.replicas import ReplicaChooser
 from comm.transport import Transport
 from comm.wire import WIRE_FORMATS
-from comm.world import World
+from comm.world import RankGroup, World
 from moe.experts import Experts
 from moe.layer import MoELayer
 from moe.plan import Partition, Plan
@@ -46,6 +46,12 @@ class Roads:
     node: Transport | None
     group: Transport | None
     shards: Transport | None
+
+    @property
+    def groups(self) -> list[RankGroup]:
+        """The groups of ranks that these transports connect."""
+        roads = (self.world, self.lane, self.node, self.group, self.shards)
+        return [road.group for road in roads if road is not None]
 
     @classmethod
     def build(cls, plan: Plan, world: World, meter: TrafficMeter) -> Roads:

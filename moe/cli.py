@@ -43,6 +43,7 @@ STATUSES = {
     2: "the command line or the configuration is wrong",
     3: "counted bytes differ from a prediction",
     4: "outputs differ from the reference",
+    5: "the kernel's counters do not reconcile with the counted bytes",
     6: "a rank raised, died or timed out",
     7: "the environment is unfit",
     130: "interrupted",

@@ -2,6 +2,7 @@
 
 logs --> counted traffic --+
      --> topk_ids -------- + --> exact, conserved, expected, headline, conventions --+
+     --> kernel's counters ----> kernel ---------------------------------------------+
      --> layer samples --------> dense reference ------------------------------------+--> run.json
 """
 
@@ -22,6 +23,7 @@ from comm.analytic.paths import answered_pairs
 from comm.analytic.run import RunShape
 from comm.analytic.traffic import ExpectedTraffic, expected_traffic
 from comm.meter import Traffic
+from comm.reconcile import reconcile
 from comm.report.record import RunInputs, build_record
 from comm.verdict import (
     Verdict,
@@ -41,10 +43,13 @@ from moe.routings import Case, Routing
 
 @dataclass(frozen=True)
 class Judgement:
-    """record: the run.json dictionary; traffic: what the other files are made of"""
+    """record: the run.json dictionary; traffic: what the other files are made of
+    acked: int64 [src, dst], bytes that TCP acknowledged; None where the kernel was not asked
+    """
 
     record: dict[str, Any]
     traffic: Traffic
+    acked: np.ndarray | None = None
 
     @property
     def status(self) -> int:
@@ -71,6 +76,11 @@ def judge(
     expected, reason = _expected(plan, run)
     errors = output_errors(plan, logs, case, progress)
     limits = bounds(plan)
+    kernel = reconcile(
+        [log.kernel for log in logs],
+        [log.meter.carried for log in logs],
+        traffic.bytes.sum(axis=(0, 1, 2, 3)),
+    )
     verdicts = [
         exact_verdict(traffic, exact),
         conserved_verdict(traffic, answered_pairs(run), plan.training),
@@ -78,6 +88,7 @@ def judge(
         if expected is None
         else expected_verdict(traffic, tiers, expected),
         *_correctness(plan, errors, gradients, limits),
+        kernel.verdict,
     ]
     record = build_record(
         RunInputs(
@@ -109,9 +120,10 @@ def judge(
             },
             wire_errors=wire_errors(plan, logs),
             placement=placement_report(run, routing) if plan.replicates else None,
+            kernel=kernel.summary,
         )
     )
-    return Judgement(record, traffic)
+    return Judgement(record, traffic, kernel.acked)
 
 
 def _expected(plan: Plan, run: RunShape) -> tuple[ExpectedTraffic | None, str]:

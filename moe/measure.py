@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from comm.kernel import KernelWitness
 from comm.meter import KINDS, Position, TrafficMeter
 from comm.placement import ExpertPlacement
+from comm.reconcile import KernelLog
 from comm.report.events import EventLog
 from comm.world import World
 from moe.assemble import Roads, build_layers, rebalance
@@ -53,6 +55,7 @@ class RankLog:
     samples: by layer, where the reference is wanted, else empty
     gradients: by layer, of this rank's weights after they were synchronised, in training
     num_dropped: choices that found no room, all layers and steps
+    kernel: what the kernel says was sent, of the steps that the meter counted
     """
 
     meter: TrafficMeter
@@ -64,6 +67,7 @@ class RankLog:
     num_dropped: int
     experts_seconds: float
     step_seconds: float
+    kernel: KernelLog = KernelLog(reason="nobody asked")
 
 
 class Stopwatch:
@@ -117,11 +121,13 @@ def measure(
     meter = TrafficMeter(plan.num_layers, world.world_size, plan.directions, plan.phases)
     roads = [Roads.build(plan, world, meter) for _ in range(config.chunks)]
     run = _Run(plan, world, roads, build_layers(plan, world, roads), progress)
+    witness = KernelWitness(world, roads[0].groups, _why_unseen(plan, world))
     tiers = plan.topology.tiers()[world.rank]
     with EventLog(folder, world.rank, tiers, KINDS) as log:
         meter.enabled = False
         for step in range(config.warmup):
             run.warm_up(config.steps + step)
+        witness.begin()
         meter.enabled, meter.on_phase = True, (events := EventWriter(log, meter))
         if plan.rebalances:
             placements, layers = rebalance(plan, world, roads, run.layers, run.choices())
@@ -130,7 +136,20 @@ def measure(
         for events.step in range(config.steps):
             run.step(events.step)
         meter.on_phase = None
-    return run.log(meter), run.gradients
+    return replace(run.log(meter), kernel=witness.end()), run.gradients
+
+
+def _why_unseen(plan: Plan, world: World) -> str:
+    """Why the kernel need not be asked what this run sent; "" where it must be."""
+    if not plan.config.kernel:
+        return "kernel=false: it was not asked"
+    if world.world_size == 1:
+        return "one rank: nothing leaves it"
+    if world.backend != "gloo":
+        return f"backend={world.backend}: rows do not travel over TCP sockets of the ranks' own"
+    if plan.config.dispatcher.name == "one_sided":
+        return "dispatcher=one_sided: rows lie in shared memory, and no collective moves them"
+    return ""
 
 
 class _Run:

@@ -32,12 +32,12 @@ UNUSED = {  # job -> the keys, or the first parts of keys, that mean nothing to 
     "bench": (
         *("scale", "router", "placement", "dispatcher", "wire", "topology", "tokens", "steps"),
         *("warmup", "layers", "dtype", "reference", "record_routing", "traffic_csv", "chunks"),
-        *("mode", "ep_size", "expert_tp", "expert_tp_mode"),
+        *("kernel", "mode", "ep_size", "expert_tp", "expert_tp_mode"),
     ),
     "predict": (
         *("bench", "scale", "router", "placement", "steps", "warmup", "layers", "seed", "dtype"),
         *("device", "backend", "reference", "record_routing", "traffic_csv", "timeout_s"),
-        *("output_dir", "chunks", "mode", "expert_tp", "expert_tp_mode", "dispatcher"),
+        *("kernel", "output_dir", "chunks", "mode", "expert_tp", "expert_tp_mode", "dispatcher"),
         *("wire.combine", "wire.backward", "topology.node_of_rank"),
     ),
 }
@@ -193,6 +193,7 @@ class Config:
     device: str = key("cpu", "where the ranks compute", ("cpu", "cuda"))
     backend: str = key("auto", "auto: gloo on cpu, nccl on cuda", ("auto", "gloo", "nccl"))
     reference: bool = key(True, "check the outputs against the dense single-process network")
+    kernel: bool = key(True, "check the counted bytes against the kernel's counters of TCP")
     record_routing: bool = key(False, "keep topk_ids and weights in routing.npz")
     traffic_csv: bool = key(True, "write the non-zero cells of the traffic to traffic.csv too")
     timeout_s: float = key(60.0, "seconds that a rank waits for the others")

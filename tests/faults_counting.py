@@ -65,12 +65,11 @@ class Booking:
 def recount(patch, change):
     """The meter books change(booking) instead, nothing where that is None."""
 
-    def record(original, self, position, message, parts, out, back, ranks, empty):
+    def record(original, self, position, message, parts, out, back, ranks, empty, group):
         one = change(Booking(position, message, list(parts), list(out), list(back), ranks, empty))
         if one is not None:
-            original(
-                self, one.position, one.message, one.parts, one.out, one.back, one.ranks, one.empty
-            )
+            booked = (one.position, one.message, one.parts, one.out, one.back, one.ranks, one.empty)
+            original(self, *booked, group)
 
     def put(original, self, position, parts, rows_to, ranks):
         one = change(Booking(position, None, list(parts), list(rows_to), [0] * len(rows_to), ranks))
@@ -196,6 +195,34 @@ def twice(function, *arguments):
 def move(**changes):
     """change for `recount`: another position"""
     return lambda booking: replace(booking, position=replace(booking.position, **changes))
+
+
+@fault("kernel", on=SENT)
+def one_row_too_many_counted(patch):
+    """rank 1 books a row of each message twice, to the rank after it"""
+
+    def change(booking):
+        if dist.get_rank() != 1 or len(booking.message) == 0:
+            return booking
+        out = list(booking.out)
+        out[(booking.own + 1) % len(out)] += 1
+        message = torch.cat([booking.message, booking.message[:1]])
+        return replace(booking, message=message, out=out)
+
+    recount(patch, change)
+
+
+@fault("kernel", on=SENT)
+def one_message_passes_the_meter_by(patch):
+    """bytes that no prediction knows of travel beside each message, and the meter is not told"""
+
+    def start(original, self, *rest):
+        work = original(self, *rest)
+        extra = torch.ones(self.group.size, dtype=torch.uint8)
+        dist.all_to_all_single(extra.clone(), extra, group=self.group.process_group)
+        return work
+
+    around(patch, Transport, "_start", start)
 
 
 @fault("exact")

@@ -197,6 +197,7 @@ def test_a_router_without_a_law_gets_no_expectation(runs):
         "conserved": "EXACT",
         "expected": "NOT_AVAILABLE",
         "correctness": "WITHIN",
+        "kernel": "EXACT",
     }
     assert all(cell["z"] is None for cell in run.record["totals"]["cells"])
     assert run.status == 0

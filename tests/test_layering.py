@@ -17,11 +17,13 @@ PURE = {
     "comm.balance": ("comm.placement",),
     "comm.wire": ("torch",),
     "comm.permute": ("torch",),
+    "comm.tcp": (),
+    "comm.interfaces": (),
 }
 # The first rule whose prefix matches holds.
 RULES: dict[str, tuple[str, ...]] = PURE | {
     "comm.meter": ("torch",),
-    "comm.world": ("torch", "comm.topology"),
+    "comm.world": ("torch", "comm.topology", "comm.tcp"),
     "comm.barrier": (),
     "comm.shm": ("torch", "comm.barrier", "comm.wire", "comm.world"),
     "comm.transport": ("torch", "comm.meter", "comm.shm", "comm.wire", "comm.world"),
@@ -35,6 +37,9 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
     ),
     "comm.analytic": ("comm.analytic", "comm.topology"),
     "comm.verdict": ("comm.analytic",),
+    # The witness and its judge know neither the meter nor a prediction.
+    "comm.reconcile": ("comm.verdict",),
+    "comm.kernel": ("torch", "comm.tcp", "comm.reconcile", "comm.world"),
     "comm.report": ("rich", "comm.report", "comm.topology", "comm.analytic.rows"),
     "moe.version": (),
     "moe.philox": (),

@@ -35,6 +35,7 @@ class RunInputs:
     choices: experts chosen, and how many of them found no room, counted and predicted
     wire_errors: phase -> relative rms error of the format in this run's rows
     placement: what replicas and balancing did for the load; None where nothing was balanced
+    kernel: what TCP acknowledged in each group; None where the kernel was not asked
     """
 
     manifest: Mapping[str, Any]
@@ -55,6 +56,7 @@ class RunInputs:
     choices: Mapping[str, int] = field(default_factory=dict)
     wire_errors: Mapping[str, float] = field(default_factory=dict)
     placement: Mapping[str, Any] | None = None
+    kernel: Mapping[str, Any] | None = None
 
 
 def build_record(run: RunInputs) -> dict[str, Any]:
@@ -84,6 +86,7 @@ def build_record(run: RunInputs) -> dict[str, Any]:
             "choices": run.choices,
             "wire_errors": run.wire_errors,
             "placement": run.placement,
+            "kernel": run.kernel,
             "layers": list(_layer_rows(tally)),
         }
     )

@@ -66,16 +66,18 @@ def write_result(
     traffic: Any,
     csv: bool = False,
     routing: Mapping[str, Any] | None = None,
+    acked: np.ndarray | None = None,
 ) -> None:
     """Write run.json, traffic.npz and, if asked for, traffic.csv and routing.npz.
 
     traffic: comm.meter.Traffic
+    acked: int64 [src, dst], bytes that TCP acknowledged, None where the kernel was not asked
     routing: ROUTING_ARRAYS by name (docs/run_record.md has their shapes) and "header", a
         dictionary that is stored as JSON text
     """
     if routing is not None:
         write_whole(folder / "routing.npz", lambda file: _save_routing(file, routing))
-    write_whole(folder / "traffic.npz", lambda file: _save_traffic(file, traffic))
+    write_whole(folder / "traffic.npz", lambda file: _save_traffic(file, traffic, acked))
     if csv:
         tiers = Topology(tuple(record["manifest"]["node_of_rank"])).tiers()
         write_whole(folder / "traffic.csv", lambda file: _save_csv(file, traffic, tiers))
@@ -116,7 +118,7 @@ def _free_name(path: Path) -> Path:
     return candidate
 
 
-def _save_traffic(file: IO[bytes], traffic: Any) -> None:
+def _save_traffic(file: IO[bytes], traffic: Any, acked: np.ndarray | None) -> None:
     np.savez_compressed(
         file,
         bytes=traffic.bytes,
@@ -125,6 +127,7 @@ def _save_traffic(file: IO[bytes], traffic: Any) -> None:
         directions=np.asarray(traffic.directions),
         phases=np.asarray(traffic.phases),
         kinds=np.asarray(traffic.kinds),
+        **({} if acked is None else {"acked": acked}),
     )
 
 

@@ -76,6 +76,7 @@ def emulate(world: World, config: Config, folder: Path | None = None) -> int:
         folder,
         judgement.record,
         judgement.traffic,
+        acked=judgement.acked,
         csv=config.traffic_csv,
         routing=case.routing.file(plan) if config.record_routing else None,
     )
