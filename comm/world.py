@@ -14,7 +14,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from comm.notebook import Notebook
+from comm.post_mortem import introduce
 from comm.topology import Topology, divisibility_message
+
+TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ class World:
     metered_group: carries the traffic of the layers and nothing else, over its own connections;
         control traffic (gathering records, barriers) uses the default group
     local_rank, local_world_size: among the ranks of this host
+    notebook: where this rank says how far it has come
     """
 
     rank: int
@@ -49,7 +54,8 @@ class World:
     device: torch.device
     backend: str
     metered_group: dist.ProcessGroup
-    timeout: timedelta = timedelta(seconds=60)
+    timeout: timedelta = timedelta(seconds=TIMEOUT_S)
+    notebook: Notebook | None = None
     _parts: dict[tuple[tuple[int, ...], ...], RankGroup] = field(default_factory=dict)
 
     @property
@@ -104,10 +110,12 @@ def join(
     local_world_size: int = 1,
     device: str = "cpu",
     backend: str = "auto",
-    timeout_s: float = 60.0,
+    timeout_s: float = TIMEOUT_S,
+    notebook: Notebook | None = None,
 ) -> World:
     """Meet the other ranks at `init_method` ("env://" under torchrun, "file://..." locally).
 
+    notebook: None makes one that ends with this rank
     Raises ValueError where the device and the backend do not go together.
     """
     backend = resolve_backend(device, backend)
@@ -119,8 +127,20 @@ def join(
     dist.init_process_group(
         backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout
     )
+    notebook = notebook or Notebook(rank)
+    introduce(rank, notebook)
     metered = dist.new_group(backend=backend, timeout=timeout)
-    return World(rank, world_size, local_rank, local_world_size, place, backend, metered, timeout)
+    return World(
+        rank,
+        world_size,
+        local_rank,
+        local_world_size,
+        place,
+        backend,
+        metered,
+        timeout,
+        notebook,
+    )
 
 
 def leave() -> None:
