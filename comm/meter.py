@@ -94,6 +94,7 @@ class TrafficMeter:
     phases: tuple[str, ...] = PHASES
     enabled: bool = True
     on_phase: Callable[[Position, float], None] | None = None
+    on_begin: Callable[[Position], None] | None = None
     collectives: int = 0
     sent: np.ndarray = field(init=False)  # int64 [layer, direction, phase, kind, dst]
     rows: np.ndarray = field(init=False)  # int64 [layer, direction, phase, dst]
@@ -193,6 +194,11 @@ class TrafficMeter:
         """Count rows that this rank takes out of shared memory, from each rank of the group."""
         if self.enabled:
             self.received[self.place(position)][ranks] += row_bytes * np.asarray(rows_from)
+
+    def phase_began(self, position: Position) -> None:
+        """Tell whoever listens where this rank is, in the warm-up too."""
+        if self.on_begin is not None:
+            self.on_begin(position)
 
     def phase_ended(self, position: Position, seconds: float) -> None:
         """Book the time that a phase took on this rank, and tell whoever listens."""

@@ -1,13 +1,14 @@
 """Runs a function on N gloo ranks of this machine, without torchrun.
 
 A fork server imports torch once; every rank is forked from it, so that 64 ranks come up in the time
-and memory of a few. When ranks fail, the one that failed of itself is named first: the others only
-report that their connection to it closed.
+and memory of a few. When ranks fail, the one that failed of itself is named first, and where it
+was: the others only report that their connection to it closed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing as mp
 import os
 import pickle
@@ -25,7 +26,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from comm.notebook import Notebook, read_note
+
 PRELOAD = ("torch", "torch.distributed", "numpy", "comm.world", "comm.transport")
+SILENT = "RankSilent"  # the kind of comm.post_mortem's verdict, which speaks for all others
 GRACE_S = 2.0  # after the first failure, how long the others may take to say what they saw
 
 
@@ -36,6 +40,7 @@ class RankReport:
     at: time.monotonic() of the end, comparable between the processes of one machine
     error: "Type: message", or None for success
     details: its traceback, empty where it left none
+    kind: the type of the error; where: the last phase that the rank began
     """
 
     rank: int
@@ -44,6 +49,8 @@ class RankReport:
     error: str | None = None
     details: str = ""
     caused_by_others: bool = False
+    kind: str = ""
+    where: str = ""
 
 
 class RankFailure(RuntimeError):
@@ -52,9 +59,12 @@ class RankFailure(RuntimeError):
     def __init__(self, guilty: RankReport, reports: Sequence[RankReport]) -> None:
         self.guilty = guilty
         self.reports = tuple(reports)
-        others = len(reports) - 1
-        tail = f" ({others} other ranks failed in consequence)" if others else ""
-        super().__init__(f"rank {guilty.rank}: {guilty.error}{tail}")
+        others = 0 if guilty.kind == SILENT else len(reports) - 1
+        failed = f"{others} other rank{'s' * (others > 1)} failed in consequence"
+        where = f", {guilty.where}" if guilty.where else ""
+        super().__init__(
+            f"rank {guilty.rank}{where}: {guilty.error}{f' ({failed})' * (others > 0)}"
+        )
 
 
 def run_ranks(
@@ -74,16 +84,16 @@ def run_ranks(
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, *preload])
-    forkserver.ensure_running()  # here, or it would inherit the signals that are held below
+    with signals_held(signal.SIGINT):  # for good in the server: it would die of Ctrl-C, and say so
+        forkserver.ensure_running()
     with tempfile.TemporaryDirectory(prefix="wideep-") as folder:
-        rendezvous = f"file://{Path(folder) / 'store'}"
-        ranks = _Ranks()
+        ranks = _Ranks(Path(folder))
         try:
             for rank in range(world_size):
                 ours, theirs = context.Pipe(duplex=False)
                 process = context.Process(
                     target=_rank_main,
-                    args=(function, rank, world_size, rendezvous, joining, theirs, args),
+                    args=(function, rank, world_size, folder, joining, theirs, args),
                     daemon=True,
                     name=f"rank-{rank}",
                 )
@@ -97,9 +107,9 @@ def run_ranks(
 
 
 @contextlib.contextmanager
-def signals_held() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM wait until the block is over."""
-    held = {signal.SIGINT, signal.SIGTERM}
+def signals_held(*held: signal.Signals) -> Iterator[None]:
+    """Let signals wait until the block is over: Ctrl-C and SIGTERM where none is named."""
+    held = held or (signal.SIGINT, signal.SIGTERM)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
     try:
         yield
@@ -108,9 +118,10 @@ def signals_held() -> Iterator[None]:
 
 
 class _Ranks:
-    """The parent's view of its ranks."""
+    """The parent's view of its ranks, which leave their notes in `folder`."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._processes: list[Any] = []
         self._pipes: dict[Connection, int] = {}
         self._reports: dict[int, RankReport] = {}
@@ -150,7 +161,11 @@ class _Ranks:
     def _died(self, rank: int) -> RankReport:
         process = self._processes[rank]
         process.join(timeout=GRACE_S)
-        return RankReport(rank, time.monotonic(), error=describe_exit(process.exitcode))
+        error = describe_exit(process.exitcode)
+        return RankReport(rank, time.monotonic(), error=error, where=self._where(rank))
+
+    def _where(self, rank: int) -> str:
+        return str(read_note(self._folder / f"note.rank{rank}"))
 
     def _give_up(self, deadline_s: float | None) -> None:
         """The time is up: after a failure that is the end of the grace, else everybody hangs."""
@@ -158,7 +173,8 @@ class _Ranks:
             return
         for rank in self._pipes.values():
             error = f"TimeoutError: no answer within {deadline_s:g} s"
-            self._reports[rank] = RankReport(rank, time.monotonic(), error=error)
+            where = self._where(rank)
+            self._reports[rank] = RankReport(rank, time.monotonic(), error=error, where=where)
 
     def stop(self) -> None:
         for process in self._processes:
@@ -180,9 +196,9 @@ def describe_exit(exitcode: int | None) -> str:
     return f"ended without a word, exit status {exitcode}"
 
 
-def _guilt(report: RankReport) -> tuple[bool, float]:
-    """Sorts the root cause first: not a closed connection, then the earliest."""
-    return report.caused_by_others, report.at
+def _guilt(report: RankReport) -> tuple[bool, bool, float]:
+    """Sorts the root cause first: not a closed connection, not what others say, the earliest."""
+    return report.caused_by_others, report.kind == SILENT, report.at
 
 
 CONSEQUENCES = ("connection closed", "connection reset", "broken pipe", "timed out waiting")
@@ -202,16 +218,17 @@ def _rank_main(
     function: Callable[..., Any],
     rank: int,
     world_size: int,
-    rendezvous: str,
+    folder: str,
     joining: dict[str, Any],
     pipe: Connection,
     args: tuple,
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C and stops the ranks
-    _die_with_parent(pipe)
+    die_with_parent()  # the fork server, which ends with the caller
+    _die_with_reader(pipe)
     _use_loopback()
     # Pickled by hand: a Connection would share the memory of tensors with a process that has gone.
-    pipe.send_bytes(pickle.dumps(_run(function, rank, world_size, rendezvous, joining, args)))
+    pipe.send_bytes(pickle.dumps(_run(function, rank, world_size, Path(folder), joining, args)))
     pipe.close()
 
 
@@ -219,7 +236,7 @@ def _run(
     function: Callable[..., Any],
     rank: int,
     world_size: int,
-    rendezvous: str,
+    folder: Path,
     joining: dict[str, Any],
     args: tuple,
 ) -> RankReport:
@@ -228,25 +245,22 @@ def _run(
     from comm import world as worlds
 
     torch.set_num_threads(1)
+    notebook = None
     try:
+        notebook = Notebook(rank, folder)
         world = worlds.join(
             rank,
             world_size,
-            init_method=rendezvous,
+            init_method=f"file://{folder / 'store'}",
             local_rank=rank,
             local_world_size=world_size,
+            notebook=notebook,
             **joining,
         )
         value = function(world, *args)
     except BaseException as error:  # whatever ended the rank is what the parent must hear
-        message = f"{type(error).__name__}: {error}"
-        report = RankReport(
-            rank,
-            time.monotonic(),
-            error=message,
-            details=traceback.format_exc(),
-            caused_by_others=is_consequence(error),
-        )
+        waited_s = joining.get("timeout_s", worlds.TIMEOUT_S)
+        report = _failure(rank, world_size, notebook, error, waited_s)
     else:
         report = RankReport(rank, time.monotonic(), value=value)
     with contextlib.suppress(Exception):
@@ -254,7 +268,39 @@ def _run(
     return report
 
 
-def _die_with_parent(pipe: Connection) -> None:
+def _failure(
+    rank: int, world_size: int, notebook: Notebook | None, error: BaseException, waited_s: float
+) -> RankReport:
+    """What the parent hears of an error that is being handled."""
+    from comm.post_mortem import find_silent, leave_word
+
+    at, consequence = time.monotonic(), is_consequence(error)
+    silent = consequence and notebook and find_silent(rank, world_size, notebook, waited_s)
+    if silent:
+        return RankReport(silent.rank, at, error=str(silent), kind=SILENT, where=silent.where)
+    leave_word(rank, told=not consequence)
+    return RankReport(
+        rank,
+        at,
+        error=f"{type(error).__name__}: {error}",
+        details=traceback.format_exc(),
+        caused_by_others=consequence,
+        kind=type(error).__name__,
+        where=str(read_note(notebook.address.note)) if notebook else "",
+    )
+
+
+def die_with_parent() -> None:
+    """End this process when its parent does, however that ends; Linux only."""
+    if sys.platform != "linux":
+        return
+    parent, pr_set_pdeathsig = os.getppid(), 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it ended in between
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_with_reader(pipe: Connection) -> None:
     """End this rank when nobody is left to read its report, were the caller killed outright."""
 
     def watch() -> None:

@@ -2,7 +2,9 @@
 
 gloo reports success and leaves stale memory behind when a receiver expects more rows than were
 sent, and aborts the process when it expects fewer. So no payload moves before both sides have
-agreed on the splits: `announce` carries a header beside the counts, and its `wait` checks it.
+agreed on the splits: `announce` carries a header beside the counts (comm.header), and its `wait`
+checks it. The length of the counts follows from the placement alone, which the ranks have compared
+when they made it (moe.assemble); should it differ after all, the header says how many were meant.
 """
 
 from __future__ import annotations
@@ -17,18 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm.meter import ALL_PHASES, EVERY_RANK, Position, TrafficMeter
+from comm.header import HEADER_WORDS, SplitMismatch, check_headers, counting, header
+from comm.meter import EVERY_RANK, Position, TrafficMeter
 from comm.wire import Parts
 from comm.world import RankGroup, World
 
 if TYPE_CHECKING:
     from comm.shm import Window
 
-HEADER_FIELDS = ("layer", "phase", "row bytes", "wire format")
-
-
-class SplitMismatch(RuntimeError):
-    """Two ranks do not mean the same message."""
+__all__ = ["PendingCounts", "PendingRows", "SplitMismatch", "Transport"]
 
 
 class Transport:
@@ -80,18 +79,21 @@ class Transport:
         num_expected: n of this rank
         Between the two calls there is time to get the rows ready.
         """
-        header = np.array([position.layer, ALL_PHASES.index(position.phase), row_bytes, wire_code])
-        words = np.concatenate([part for count in counts for part in (header, count)])
+        lengths = [len(count) for count in counts]
+        headers = header(position, row_bytes, wire_code) + counting(np.array(lengths))
+        pairs = zip(headers, counts, strict=True)
+        words = np.concatenate([part for pair in pairs for part in pair])
         message = torch.from_numpy(words).to(self.world.device).view(-1, 1).view(torch.uint8)
-        input_splits = [len(header) + len(count) for count in counts]
-        output_splits = [len(header) + num_expected] * self.group.size
+        input_splits = [HEADER_WORDS + length for length in lengths]
+        output_splits = [HEADER_WORDS + num_expected] * self.group.size
         received = torch.empty(
             (sum(output_splits), message.shape[1]), dtype=torch.uint8, device=self.world.device
         )
         parts = [("counts", message)]
         work = self._start(position, message, parts, input_splits, output_splits, received)
+        expected = header(position, row_bytes, wire_code, num_expected)
         return PendingCounts(
-            position, self._sources(position), self.world.rank, header, received, work
+            position, self._sources(position), self.world.rank, expected, received, work
         )
 
     def start_all_to_all(
@@ -169,7 +171,7 @@ class PendingCounts:
     """An announcement on its way.
 
     sources: global ranks that it comes from; rank: this rank's global number
-    header: int64 [4], HEADER_FIELDS as this rank means them
+    header: int64 [4] as this rank means it
     received: uint8 [R * (4 + num_expected), 8], valid once `work` is done
     """
 
@@ -187,19 +189,3 @@ class PendingCounts:
         theirs, counts = table[:, : len(self.header)], table[:, len(self.header) :]
         check_headers(self.position, self.sources, self.rank, theirs, self.header)
         return counts
-
-
-def check_headers(
-    position: Position, sources: Sequence[int], rank: int, theirs: np.ndarray, mine: np.ndarray
-) -> None:
-    """Raise SplitMismatch where a rank means another message than this one.
-
-    sources: global ranks of the headers; theirs: int64 [R, 4], HEADER_FIELDS; mine: int64 [4]
-    """
-    if theirs.tobytes() == mine.tobytes() * len(sources):
-        return
-    source, field = np.argwhere(theirs != mine)[0].tolist()
-    raise SplitMismatch(
-        f"{position}: rank {sources[source]} announces {HEADER_FIELDS[field]}"
-        f" {theirs[source, field]}, rank {rank} expects {mine[field]}"
-    )

@@ -14,10 +14,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from comm.notebook import Notebook
+from comm.post_mortem import introduce
 from comm.tcp import own_sockets
 from comm.topology import Topology, divisibility_message
 
 LAZY = "TORCH_GLOO_LAZY_INIT"
+TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class World:
         control traffic (gathering records, barriers) uses the default group
     metered_sockets: as RankGroup.sockets, of the metered group
     local_rank, local_world_size: among the ranks of this host
+    notebook: where this rank says how far it has come
     """
 
     rank: int
@@ -58,8 +62,9 @@ class World:
     device: torch.device
     backend: str
     metered_group: dist.ProcessGroup
-    timeout: timedelta = timedelta(seconds=60)
+    timeout: timedelta = timedelta(seconds=TIMEOUT_S)
     metered_sockets: tuple[int, ...] = ()
+    notebook: Notebook | None = None
     _parts: dict[tuple[tuple[int, ...], ...], RankGroup] = field(default_factory=dict)
 
     @property
@@ -117,10 +122,12 @@ def join(
     local_world_size: int = 1,
     device: str = "cpu",
     backend: str = "auto",
-    timeout_s: float = 60.0,
+    timeout_s: float = TIMEOUT_S,
+    notebook: Notebook | None = None,
 ) -> World:
     """Meet the other ranks at `init_method` ("env://" under torchrun, "file://..." locally).
 
+    notebook: None makes one that ends with this rank
     Raises ValueError where the device and the backend do not go together.
     """
     backend = resolve_backend(device, backend)
@@ -132,9 +139,20 @@ def join(
     dist.init_process_group(
         backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout
     )
+    notebook = notebook or Notebook(rank)
+    introduce(rank, notebook)
     metered, sockets = connected_group(range(world_size), rank, backend, timeout)
     return World(
-        rank, world_size, local_rank, local_world_size, place, backend, metered, timeout, sockets
+        rank,
+        world_size,
+        local_rank,
+        local_world_size,
+        place,
+        backend,
+        metered,
+        timeout,
+        sockets,
+        notebook,
     )
 
 

@@ -40,6 +40,9 @@ def main(words: Sequence[str] | None = None) -> int:
             time.sleep(GRACE_S)
     except KeyboardInterrupt:
         status = INTERRUPTED
+    except OSError as error:  # names its file; where it came from adds nothing
+        print(f"wideep: {error}", file=sys.stderr)
+        status = RANK_FAILED if launched else 1
     except Exception:
         print(f"rank {os.environ['RANK']}:" if launched else "wideep:", file=sys.stderr)
         traceback.print_exc()
@@ -56,7 +59,7 @@ def _run(words: Sequence[str], launched: bool, first: bool) -> int:
     request = read_words(words)
     if request.flag in ("help", "version"):
         if first:
-            print(help_text() if request.flag == "help" else f"wideep {VERSION}")
+            _say(help_text() if request.flag == "help" else f"wideep {VERSION}")
         return 0
     from moe.config import compose
     from moe.fitness import check_device, check_memory
@@ -71,6 +74,16 @@ def _run(words: Sequence[str], launched: bool, first: bool) -> int:
         return 0
     job = import_module(f"moe.jobs.{config.job}")
     return job.run_rank(config) if launched else _launch(job.launch, config)
+
+
+def _say(text: str) -> None:
+    """Print, and notice here that a disk is full: Python's own flush at the end comes too late."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):  # a reader that has seen enough
+            raise OSError(f"standard output: {error.strerror}") from error
 
 
 def _launched_world_size() -> int:

@@ -21,6 +21,7 @@ from comm.balance import balance, minimum_redundant
 from comm.dispatch import FORWARDING, build_dispatcher
 from comm.dispatch.base import Dispatcher, DispatchOptions, DispatchSetup
 from comm.dispatch.sharded import build_sharded
+from comm.header import SplitMismatch
 from comm.meter import Position, TrafficMeter
 from comm.placement import ExpertPlacement, placement_from_slots
 from comm.rebalance import move_experts
@@ -118,17 +119,43 @@ def rebalance(
     redundant = plan.config.placement.num_redundant_experts
     if redundant is None:
         redundant = minimum_redundant(num_experts, positions)
-    placements, weights = [], []
-    for index, load in enumerate(_load(topk_ids, num_experts, world)):
-        slots = balance(load, positions, num_experts + redundant)
-        placements.append(placement_from_slots("balance", num_experts, *slots))
+    placements = tuple(
+        placement_from_slots(
+            "balance", num_experts, *balance(load, positions, num_experts + redundant)
+        )
+        for load in _load(topk_ids, num_experts, world)
+    )
+    check_placements(world, placements)
+    weights = []
+    for index, (before, after) in enumerate(zip(plan.placements, placements, strict=True)):
+        position = Position(index, "rebalance")
+        roads[0].lane.meter.phase_began(position)
         started, held = time.perf_counter(), to_bytes(layers[index].experts)
-        before = plan.placements[index]
-        weights.append(move_experts(roads[0].lane, index, before, placements[index], held))
+        weights.append(move_experts(roads[0].lane, index, before, after, held))
         spent = time.perf_counter() - started
-        roads[0].lane.meter.phase_ended(Position(index, "rebalance"), spent)
-    moved = plan.placed(tuple(placements))
+        roads[0].lane.meter.phase_ended(position, spent)
+    moved = plan.placed(placements)
     return moved.placements, build_layers(moved, world, roads, weights)
+
+
+def check_placements(world: World, placements: Sequence[ExpertPlacement]) -> None:
+    """Raise SplitMismatch where a rank places experts otherwise than rank 0; a collective.
+
+    Their counts messages would have other lengths, which gloo does not notice.
+    """
+    texts = [
+        repr((one.physical_to_logical.tolist(), one.first_slot.tolist())) for one in placements
+    ]
+    if len(set(world.all_digests("".join(texts)))) == 1:
+        return
+    for layer, text in enumerate(texts):
+        digests = world.all_digests(text)
+        for rank, digest in enumerate(digests):
+            if digest != digests[0]:
+                raise SplitMismatch(
+                    f"layer {layer}: rank {rank} places its experts otherwise (placement"
+                    f" {digest:x}) than rank 0 (placement {digests[0]:x})"
+                )
 
 
 def _load(topk_ids: np.ndarray, num_experts: int, world: World) -> np.ndarray:

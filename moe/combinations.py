@@ -39,6 +39,8 @@ def useless_key(name: str, config: Config) -> str | None:
     """Why a key that was set would be ignored; None when it is used."""
     if name == "expert_tp_mode" and config.expert_tp == 1:
         return "expert_tp=1 does not use it; it belongs to expert_tp=2 or more"
+    if name.startswith("fault.") and config.fault.kind == "none":
+        return "fault.kind=none does not use it; it belongs to a fault.kind"
     decider, values = BELONGS_TO.get(name, ("", ()))
     if not decider:
         return None
@@ -136,4 +138,40 @@ def _dispatcher(config: Config) -> str | None:
     return None
 
 
-RULES = (_size, _groups, _shards, _placement, _router, _dispatcher)
+def _fault(config: Config) -> str | None:
+    """A fault that would never come is a test that cannot fail."""
+    fault, layers = config.fault, config.model.num_moe_layers
+    if fault.kind == "none":
+        return None
+    layers = min(layers, config.scale.layers or layers)
+    for name, most, of in (
+        ("rank", config.world_size, "ranks"),
+        ("layer", layers, "layers"),
+        ("step", config.steps, "steps"),
+    ):
+        if (given := getattr(fault, name)) >= most:
+            return f"fault.{name}={given}: there are {most} {of}; nearest: {most - 1}"
+    phases = _phases(config)
+    if fault.kind == "split":  # the header is in front of the counts
+        phases = tuple(phase for phase in phases if phase in ("dispatch", "tp_gather"))
+    if fault.phase not in phases:
+        what = f"fault.kind={fault.kind}" if fault.kind == "split" else "this run"
+        return f"fault.phase={fault.phase}: {what} has {', '.join(phases)}; nearest: {phases[0]}"
+    if fault.phase == "rebalance" and fault.step:
+        return f"fault.step={fault.step}: rebalance comes before the first step; nearest: 0"
+    return None
+
+
+def _phases(config: Config) -> tuple[str, ...]:
+    """The phases that the run has."""
+    gathers = config.expert_tp > 1 and config.expert_tp_mode == "gather"
+    have = {
+        "tp_gather": gathers,
+        "tp_reduce": config.expert_tp > 1,
+        "rebalance": config.placement.name == "balance",
+        "grad_sync": config.mode == "training",
+    }
+    return ("dispatch", "combine", *(phase for phase, there in have.items() if there))
+
+
+RULES = (_size, _groups, _shards, _placement, _router, _dispatcher, _fault)

@@ -18,15 +18,29 @@ ROW_COPIES = 6  # sent, received, expert input, gate and up, output, combined
 
 def check_memory(config: Config, local_ranks: int) -> None:
     """Raise UnfitError when `local_ranks` ranks of the run need more than this machine has free."""
-    import psutil
-
-    needed = local_ranks * rank_bytes(config) + rank_zero_bytes(config)
-    free = psutil.virtual_memory().available
+    needed, free = memory(config, local_ranks)
     if needed > free:
         raise UnfitError(
             f"needs about {needed / GIB:,.1f} GiB here for {local_ranks} ranks, and"
             f" {free / GIB:,.1f} GiB are free; try fewer tokens, fewer layers or a smaller scale"
         )
+
+
+def memory(config: Config, local_ranks: int) -> tuple[int, int]:
+    """Bytes that `local_ranks` ranks of the run need here, and that are free now."""
+    import psutil
+
+    needed = local_ranks * rank_bytes(config) + rank_zero_bytes(config)
+    return needed, psutil.virtual_memory().available
+
+
+def memory_in_words(config: Config, local_ranks: int) -> str:
+    """What to say of a rank that the system may have killed for its memory; called as it starts."""
+    needed, free = memory(config, local_ranks)
+    return (
+        f"needed about {needed / GIB:,.1f} GiB here for {local_ranks} ranks,"
+        f" had {free / GIB:,.1f} GiB"
+    )
 
 
 def check_device(config: Config, local_ranks: int) -> None:

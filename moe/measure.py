@@ -22,6 +22,7 @@ from comm.reconcile import KernelLog
 from comm.report.events import EventLog
 from comm.world import World
 from moe.assemble import Roads, build_layers, rebalance
+from moe.faults import listener
 from moe.layer import LayerOutput, MoELayer, pre_norm
 from moe.plan import Plan
 from moe.synthetic import token_hidden
@@ -117,16 +118,19 @@ def measure(
 
     returns: the log for rank 0, and by layer the gradients that stay here until they are asked for
     """
-    config = plan.config
+    config, notebook = plan.config, world.notebook
+    assert notebook is not None, "comm.world.join makes one"
     meter = TrafficMeter(plan.num_layers, world.world_size, plan.directions, plan.phases)
     roads = [Roads.build(plan, world, meter) for _ in range(config.chunks)]
     run = _Run(plan, world, roads, build_layers(plan, world, roads), progress)
     witness = KernelWitness(world, roads[0].groups, _why_unseen(plan, world))
     tiers = plan.topology.tiers()[world.rank]
     with EventLog(folder, world.rank, tiers, KINDS) as log:
-        meter.enabled = False
-        for step in range(config.warmup):
-            run.warm_up(config.steps + step)
+        meter.on_begin = listener(config.fault, world.rank, notebook, log)
+        meter.enabled, notebook.warmup = False, True
+        for notebook.step in range(config.warmup):
+            run.warm_up(config.steps + notebook.step)
+        notebook.warmup, notebook.step = False, 0
         witness.begin()
         meter.enabled, meter.on_phase = True, (events := EventWriter(log, meter))
         if plan.rebalances:
@@ -134,8 +138,9 @@ def measure(
             run = _Run(plan.placed(placements), world, roads, layers, progress)
         run.start_measuring()
         for events.step in range(config.steps):
+            notebook.step = events.step
             run.step(events.step)
-        meter.on_phase = None
+        meter.on_phase = meter.on_begin = None
     return replace(run.log(meter), kernel=witness.end()), run.gradients
 
 

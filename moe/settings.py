@@ -30,11 +30,13 @@ JOBS = {
 UNUSED = {  # job -> the keys, or the first parts of keys, that mean nothing to it
     "emulate": ("bench",),
     "bench": (
+        "fault",
         *("scale", "router", "placement", "dispatcher", "wire", "topology", "tokens", "steps"),
         *("warmup", "layers", "dtype", "reference", "record_routing", "traffic_csv", "chunks"),
         *("kernel", "mode", "ep_size", "expert_tp", "expert_tp_mode"),
     ),
     "predict": (
+        "fault",
         *("bench", "scale", "router", "placement", "steps", "warmup", "layers", "seed", "dtype"),
         *("device", "backend", "reference", "record_routing", "traffic_csv", "timeout_s"),
         *("kernel", "output_dir", "chunks", "mode", "expert_tp", "expert_tp_mode", "dispatcher"),
@@ -46,6 +48,8 @@ WIRES = ("fp32", "bf16", "fp16", "fp8_block128", "mxfp8", "mxfp4", "nvfp4")
 REPLICA_CHOICES = ("round_robin", "random", "nearest")
 EXPERT_TP_MODES = ("gather", "all")
 MODES = ("inference", "training")
+PHASES = ("dispatch", "combine", "tp_gather", "tp_reduce", "rebalance", "grad_sync")
+FAULTS = ("none", "raise", "kill", "stop", "hang", "exit", "disk_full", "split")
 
 
 class ConfigError(ValueError):
@@ -146,6 +150,17 @@ class BenchConfig:
     warmup: int = key(3, "rounds run first and not timed", minimum=0)
 
 
+@dataclass(frozen=True)
+class FaultConfig:
+    """What breaks on purpose, where and when: once, as the phase begins."""
+
+    kind: str = key("none", "break a rank on purpose, to see what is said (docs/faults.md)", FAULTS)
+    rank: int = key(0, "the rank that fails", minimum=0)
+    layer: int = key(0, "the layer in which it fails", minimum=0)
+    phase: str = key("dispatch", "as which phase of it begins", PHASES)
+    step: int = key(0, "in which measured step", minimum=0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """A whole run. moe.config.compose builds it, and nothing else should."""
@@ -201,6 +216,7 @@ class Config:
         None, "a new folder for the results; null: results/<time>-<model>-<dispatcher>"
     )
     bench: BenchConfig = field(default_factory=BenchConfig)
+    fault: FaultConfig = field(default_factory=FaultConfig)
 
     @property
     def world_size(self) -> int:

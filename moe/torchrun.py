@@ -2,7 +2,7 @@
 
 torchrun turns every failure of a rank into status 1 and prints a report and a traceback of its own
 after those of the ranks. Here rank 0 leaves its status in a file (see moe.__main__), and torchrun
-says only what no rank could say itself: that a signal killed it.
+says only what no rank could say itself: that a signal killed it, and where it was by its last note.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="wideep-") as folder:
         left = Path(folder) / "status"
         os.environ["WIDEEP_STATUS_FILE"] = str(left)
-        status = _torchrun(sys.argv[1:] if arguments is None else arguments)
+        os.environ["WIDEEP_NOTES"] = folder
+        tempfile.tempdir = folder  # of this process: torchrun leaves its folder of logs behind
+        status = _torchrun(sys.argv[1:] if arguments is None else arguments, Path(folder))
         if status != RANK_FAILED or not left.exists():
             return status
         return int(left.read_text(encoding="utf-8")) or status  # 0: another rank failed, later
 
 
-def _torchrun(arguments: Sequence[str]) -> int:
+def _torchrun(arguments: Sequence[str], notes: Path) -> int:
     """0, RANK_FAILED, or 128 + the signal that ended torchrun itself."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -43,10 +45,23 @@ def _torchrun(arguments: Sequence[str]) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:
-            name = signal.Signals(-failure.exitcode).name
-            print(f"wideep: rank {rank} was killed by {name}", file=sys.stderr)
+            print(f"wideep: {_killed(rank, failure.exitcode, notes)}", file=sys.stderr)
+            if (results := notes / "results").exists():
+                kept = results.read_text(encoding="utf-8")
+                print(f"wideep: what was counted until then is kept in {kept}", file=sys.stderr)
         return RANK_FAILED
     return 0
+
+
+def _killed(rank: int, exitcode: int, notes: Path) -> str:
+    """What is known of a rank that a signal ended."""
+    from comm.notebook import read_note
+
+    name, memory = signal.Signals(-exitcode).name, notes / "memory"
+    where = ", ".join(filter(None, (f"rank {rank}", str(read_note(notes / f"note.rank{rank}")))))
+    if name != "SIGKILL" or not memory.exists():
+        return f"{where}: killed by {name}"
+    return f"{where}: killed by {name}, perhaps out of memory: {memory.read_text()}"
 
 
 if __name__ == "__main__":

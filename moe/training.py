@@ -61,6 +61,8 @@ def synchronise(plan: Plan, world: World, roads: Roads, layers: Sequence[MoELaye
     """Add up gradients between the ranks that hold the same weights; a collective."""
     everyone, config = roads.world, plan.config
     for index, (layer, placement) in enumerate(zip(layers, plan.placements, strict=True)):
+        position = Position(index, "grad_sync", "backward")
+        everyone.meter.phase_began(position)
         started = time.perf_counter()
         sync_replicated(everyone, index, gradients_of(_replicated(layer).values()))
         gate_up, down = gradients_of([layer.experts.gate_up, layer.experts.down])
@@ -73,7 +75,7 @@ def synchronise(plan: Plan, world: World, roads: Roads, layers: Sequence[MoELaye
         for gradient, summed in zip((gate_up, down), rows.split(values, dim=1), strict=True):
             gradient.copy_(summed.view_as(gradient))
         spent = time.perf_counter() - started
-        everyone.meter.phase_ended(Position(index, "grad_sync", "backward"), spent)
+        everyone.meter.phase_ended(position, spent)
 
 
 def _replicated(layer: MoELayer) -> dict[str, torch.nn.Parameter]:

@@ -51,15 +51,38 @@ def disagree(world, what, groups=None):
     group = None if groups is None else world.split(groups)
     transport = Transport(world, TrafficMeter(4, world.world_size), group)
     mine = world.rank == world.world_size - 1
-    position = Position(3 if mine and what == "layer" else 2, "dispatch")
-    counts = np.ones((transport.group.size, 1), dtype=np.int64)
+    direction = "backward" if mine and what == "direction" else "forward"
+    phase = "combine" if mine and what == "phase" else "dispatch"
+    position = Position(3 if mine and what == "layer" else 2, phase, direction)
+    slots = 3 if what == "counts" and not mine else 1  # who expects more than was sent
+    counts = [np.ones(1, dtype=np.int64)] * transport.group.size
+    if what == "counts" and not mine:
+        counts = [np.ones(3, dtype=np.int64)] * (transport.group.size - 1) + [counts[-1]]
+    torch.empty(1 << 16, dtype=torch.uint8).fill_(0xAB)  # what the next allocation finds
     transport.announce(
         position,
         counts,
-        num_expected=1,
+        num_expected=slots,
         row_bytes=640 if mine and what == "row bytes" else 512,
         wire_code=4 if mine and what == "wire format" else 1,
     ).wait()
+
+
+def place_otherwise(world, num_experts):
+    """The last rank has another placement in layer 1; what each rank is told."""
+    from comm.header import SplitMismatch
+    from moe.assemble import check_placements
+
+    names = ["contiguous", "contiguous"]
+    if world.rank == world.world_size - 1:
+        names[1] = "round_robin"
+    try:
+        check_placements(
+            world, [build_placement(name, num_experts, world.world_size) for name in names]
+        )
+    except SplitMismatch as error:
+        return str(error)
+    return ""
 
 
 def exchange_poisoned(world, rows_to, groups=None):

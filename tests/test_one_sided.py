@@ -125,7 +125,7 @@ def test_several_dispatches_in_flight():
         ("layer", ("layer 1", "layer 0")),
         ("wire format", ("format 1", "expects 2")),
         ("row bytes", ("bytes 20", "expects 16")),
-        ("phase", ("phase 1", "expects 0")),
+        ("phase", ("phase combine", "expects dispatch")),
     ],
 )
 def test_ranks_that_mean_different_rounds_are_both_named(what, numbers):

@@ -1,15 +1,25 @@
 """The split guard, and that nothing stale is ever handed on."""
 
+import numpy as np
 import pytest
 import rank_bodies
 import torch
 
+from comm.header import SplitMismatch, check_headers, header
+from comm.meter import Position
 from comm.spawn import RankFailure, run_ranks
 
 
 @pytest.mark.parametrize(
     ("what", "numbers"),
-    [("layer", ("3", "2")), ("row bytes", ("640", "512")), ("wire format", ("4", "1"))],
+    [
+        ("layer", ("3", "2")),
+        ("row bytes", ("640", "512")),
+        ("wire format", ("4", "1")),
+        ("phase", ("dispatch", "combine")),
+        ("direction", ("forward", "backward")),
+        ("counts", ("announces counts 1, ", "expects 3")),
+    ],
 )
 def test_ranks_that_mean_different_messages_are_both_named(what, numbers):
     """Field case 25: gloo itself would return stale memory or abort."""
@@ -19,6 +29,22 @@ def test_ranks_that_mean_different_messages_are_both_named(what, numbers):
     assert "SplitMismatch" in text and "dispatch" in text and what in text
     assert "rank 0" in text and "rank 1" in text
     assert all(number in text for number in numbers)
+
+
+def test_a_rank_that_places_experts_otherwise_is_found_before_a_message_moves():
+    said = run_ranks(rank_bodies.place_otherwise, 2, 8)
+    assert said[0] == said[1] and said[0].startswith("layer 1: rank 1 places its experts otherwise")
+    assert "than rank 0" in said[0]
+
+
+def test_memory_that_nobody_wrote_is_no_header():
+    mine = header(Position(1, "combine", "backward"), 640, 3, 5)
+    check_headers(Position(1, "combine"), (4, 7), 7, np.stack([mine, mine]), mine)
+    for stale in (0, -1, 0xAB):
+        with pytest.raises(SplitMismatch, match="rank 7 announces protocol .*, rank 4 expects"):
+            check_headers(
+                Position(1, "combine"), (4, 7), 4, np.stack([mine, np.full(4, stale)]), mine
+            )
 
 
 def test_rows_arrive_from_their_sources_and_nothing_of_the_old_memory_does():

@@ -259,6 +259,8 @@ class Dispatcher(ABC, Generic[Handle]):
     ) -> Pending[Result]:
         """Start a phase now and book, when it is finished, the time spent inside it: what passes
         between the two, while rows travel beneath other work, is not counted."""
+        meter, position = self.setup.transport.meter, self._position(phase, direction)
+        meter.phase_began(position)
         started = time.perf_counter()
         finish = start()
         spent = time.perf_counter() - started
@@ -269,7 +271,7 @@ class Dispatcher(ABC, Generic[Handle]):
             if self.setup.transport.world.device.type == "cuda":
                 torch.cuda.synchronize()  # a phase has ended when its rows are there
             seconds = spent + time.perf_counter() - resumed
-            self.setup.transport.meter.phase_ended(self._position(phase, direction), seconds)
+            meter.phase_ended(position, seconds)
             return result
 
         return Pending(wait)

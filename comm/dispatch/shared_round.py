@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from comm.meter import ALL_PHASES, DIRECTIONS, EVERY_RANK, Position
-from comm.transport import HEADER_FIELDS, Transport, check_headers
+from comm.header import HEADER_WORDS, check_headers, counting, header
+from comm.meter import EVERY_RANK, Position
+from comm.transport import Transport
 from comm.wire import CastFormat, Parts, WireFormat, as_bytes, view_as
 
-HEADER_WORDS = len(HEADER_FIELDS)
 ENTRY_BYTES = 4  # of a list: the number of a row in the table
 
 
@@ -26,12 +26,13 @@ class Letters:
     """Where things lie in one counts message for each rank, one after another.
 
     headers: int64 [R, 4] of the header's words; runs: int64 [S] of each run's word
-    lengths: int64 [R] words
+    lengths: int64 [R] words; counting: int64 [R, 4], how many runs follow, to be added to a header
     """
 
     headers: np.ndarray
     runs: np.ndarray
     lengths: np.ndarray
+    counting: np.ndarray
 
 
 def letters(bounds: np.ndarray) -> Letters:
@@ -39,7 +40,8 @@ def letters(bounds: np.ndarray) -> Letters:
     runs, places = np.diff(bounds), np.arange(len(bounds) - 1)
     headers_at = bounds[:-1] + HEADER_WORDS * places
     runs_at = np.arange(bounds[-1]) + HEADER_WORDS * (places + 1).repeat(runs)
-    return Letters(headers_at[:, None] + np.arange(HEADER_WORDS), runs_at, runs + HEADER_WORDS)
+    headers_at = headers_at[:, None] + np.arange(HEADER_WORDS)
+    return Letters(headers_at, runs_at, runs + HEADER_WORDS, counting(runs))
 
 
 class SharedRound:
@@ -47,7 +49,7 @@ class SharedRound:
 
     row_bytes: of a row in a region; wire_code: what the header calls its format
     area: of the window, that rows lie in
-    header: int64 [4] comm.transport.HEADER_FIELDS, as of a counts message
+    header: int64 [4] as of a counts message without its number of counts
     stride: rows from one rank's first row to the next one's
     firsts, list_firsts: int64 [R], each rank's first row in the table, and its first entry in the
         lists of all ranks
@@ -67,10 +69,7 @@ class SharedRound:
         whole = self._group.size == self._meter.world_size
         self._ranks = EVERY_RANK if whole else np.array(self._group.ranks)
         self._place = transport.group.rank
-        phase = ALL_PHASES.index(position.phase)
-        self.header = np.array([position.layer, phase, row_bytes, wire_code])
-        self._tag = self.header.copy()
-        self._tag[1] += len(ALL_PHASES) * DIRECTIONS.index(position.direction)
+        self.header = header(position, row_bytes, wire_code)
         self.stride = self._window.stride(area, row_bytes)
         places = np.arange(self._group.size)
         self.firsts = self.stride * places
@@ -116,7 +115,7 @@ class SharedRound:
         """
         assert not len(starts) or starts[-1] + lengths[-1] < 1 << 31, "rows are told in 32 bits"
         words = self._window.word_room("words", len(starts) + places.headers.size, np.int64)
-        words[places.headers] = self.header
+        words[places.headers] = self.header + places.counting
         words[places.runs] = lengths << 32 | starts
         self._tell(words, places.lengths)
 
@@ -131,7 +130,7 @@ class SharedRound:
         """
         start, length = HEADER_WORDS * self._place + first_run, HEADER_WORDS + num_runs
         heard = self.hear_alike(start, length)
-        self._check(heard[:, :HEADER_WORDS], self.header)
+        self._check(heard[:, :HEADER_WORDS], self.header + counting(np.array([num_runs]))[0])
         runs = heard.T[HEADER_WORDS:].copy()  # an expert's together: the order that is wanted next
         return (runs & 0xFFFFFFFF).T, (runs >> 32).T
 
@@ -196,11 +195,11 @@ class SharedRound:
 
     def publish(self) -> None:
         """What this rank lays out is there."""
-        self._window.publish(self._tag)
+        self._window.publish(self.header)
 
     def meet(self) -> None:
         """Wait for the others. Raises RankLost; SplitMismatch where they are in another phase."""
-        self._check(self._window.meet(), self._tag)
+        self._check(self._window.meet(), self.header)
 
     def listed(self, at: np.ndarray) -> np.ndarray:
         """Entries of the lists: int32 [M], counted with the rows that they name; at: int64 [M]"""

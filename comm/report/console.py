@@ -21,6 +21,7 @@ from comm.report import answer, figures, notes
 from comm.report.conventions_page import conventions
 from comm.report.layer_table import layer_table
 from comm.report.layout import Line, plain_text, title
+from comm.report.store import CannotWrite
 
 WIDTH = 100
 
@@ -98,6 +99,9 @@ def print_lines(
                 for text, style in spans
             ]
             console.print(Text.assemble(*parts), soft_wrap=True)
-    except BrokenPipeError:
+        file.flush()
+    except OSError as error:
         # What Python flushes at its end must not fail either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+        if not isinstance(error, BrokenPipeError):
+            raise CannotWrite("standard output", error) from error

@@ -1,16 +1,19 @@
 """events.rank<r>.jsonl: what a rank sent, a line for each phase as it ends.
 
-Every line is handed to the system at once, so that a killed run keeps what it had.
+Every line is handed to the system at once, so that a killed run keeps what it had; a line that does
+not fit on the disk is taken back.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from comm.report.store import CannotWrite
 from comm.report.tally import by_tier
 from comm.topology import TIER_NAMES
 
@@ -24,7 +27,11 @@ class EventLog:
         """tiers: [R] LinkTier from this rank to each destination."""
         self._tiers = np.asarray(tiers)
         self._kinds = tuple(kinds)
-        self._file = (folder / f"events.rank{rank}.jsonl").open("a", buffering=1)
+        path = folder / f"events.rank{rank}.jsonl"
+        try:
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise CannotWrite(path, error) from error
 
     def append(
         self,
@@ -52,7 +59,21 @@ class EventLog:
             "bytes": kinds,
             "seconds": float(seconds),
         }
-        self._file.write(json.dumps(event) + "\n")
+        self._write(json.dumps(event).encode() + b"\n")
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def _write(self, line: bytes) -> None:
+        """All of it or nothing."""
+        start, left = self._file.tell(), line
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            if len(left) < len(line):
+                os.truncate(self._file.fileno(), start)
+            raise CannotWrite(self._file.name, error) from error
 
     def close(self) -> None:
         self._file.close()

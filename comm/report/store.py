@@ -33,6 +33,13 @@ ROUTING_ARRAYS = (
 CSV_HEADER = ("layer", "direction", "phase", "kind", "src", "dst", "tier", "bytes")
 
 
+class CannotWrite(OSError):
+    """A full disk, most often: which file it was, and why."""
+
+    def __init__(self, path: Any, cause: OSError) -> None:
+        super().__init__(f"{path}: {cause.strerror or cause}")
+
+
 def make_result_dir(
     output_dir: str | os.PathLike[str] | None,
     model: str,
@@ -105,9 +112,18 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
         with partial.open("wb") as file:
             write(file)
         os.replace(partial, path)
-    except BaseException:
+    except BaseException as error:
         partial.unlink(missing_ok=True)
+        if (cause := _os_error(error)) is not None:
+            raise CannotWrite(path, cause) from error
         raise
+
+
+def _os_error(error: BaseException | None) -> OSError | None:
+    """What the system said: zipfile fails again while it closes a file that it could not write."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__context__
+    return error
 
 
 def _free_name(path: Path) -> Path:

@@ -6,11 +6,13 @@ rank 0                         +--> judge -> files -> page
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from comm.report.store import RESULTS, make_result_dir
 from moe.jobs import ranks
 from moe.settings import Config, ConfigError
 
@@ -21,8 +23,11 @@ if TYPE_CHECKING:  # the process that starts the ranks has no need of torch
 def launch(config: Config) -> int:
     """Start the ranks on this machine; the exit status of the run."""
     folder = _result_dir(config)
-    status = ranks.launch(emulate, config, folder)
-    if status == ranks.RANK_FAILED:
+    try:
+        status = ranks.launch(emulate, config, folder)
+    finally:
+        _remove_if_empty(folder)
+    if status == ranks.RANK_FAILED and folder.exists():
         print(f"wideep: what was counted until then is kept in {folder}", file=sys.stderr)
     return status
 
@@ -33,12 +38,18 @@ def run_rank(config: Config) -> int:
 
 
 def _result_dir(config: Config) -> Path:
-    from comm.report.store import make_result_dir
-
     try:
         return make_result_dir(config.output_dir, config.model.name, config.dispatcher.name)
     except ValueError as error:  # someone else took the name since it was checked
         raise ConfigError(str(error)) from error
+
+
+def _remove_if_empty(folder: Path) -> None:
+    """A run that was stopped before it counted anything leaves nothing."""
+    with contextlib.suppress(OSError):  # it has something in it
+        folder.rmdir()
+        if folder.parent == RESULTS:
+            folder.parent.rmdir()
 
 
 def emulate(world: World, config: Config, folder: Path | None = None) -> int:
@@ -60,6 +71,8 @@ def emulate(world: World, config: Config, folder: Path | None = None) -> int:
     ranks.check_same(world, plan.fingerprint, "other files (router.path, placement.path)")
     if folder is None:
         folder = cast(Path, world.share(_result_dir(config) if world.rank == 0 else None))
+    if world.notebook is not None:
+        world.notebook.keep_in(folder)
     hosts = gather_hosts(world)
     forward_passes = config.warmup + config.steps
     layers_to_run = plan.num_layers * (forward_passes + int(config.reference))

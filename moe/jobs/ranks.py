@@ -9,14 +9,18 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from comm.spawn import RankFailure, is_consequence, run_ranks
+from comm.spawn import RankFailure, die_with_parent, is_consequence, run_ranks
+from moe.fitness import memory_in_words
 from moe.settings import RANK_FAILED, USAGE_ERROR, Config, ConfigError
 
 if TYPE_CHECKING:
+    from comm.notebook import Notebook
     from comm.world import World
 
+PLAIN = ("CannotWrite", "RankSilent", "SplitMismatch")  # errors that say all without a traceback
 GRACE_S = 1.0  # lets the rank that failed of itself speak before those that only lost it
 
 PRELOAD = ("moe.measure", "moe.judge", "comm.report.console", "comm.report.store")
@@ -24,6 +28,8 @@ PRELOAD = ("moe.measure", "moe.judge", "comm.report.console", "comm.report.store
 
 def launch(body: Callable[..., int], config: Config, *args: Any) -> int:
     """Run body(world, config, *args) on `config.world_size` forked ranks; its status on rank 0."""
+    _announce_fault(config)
+    had = memory_in_words(config, config.world_size)
     try:
         statuses = run_ranks(
             body,
@@ -36,10 +42,20 @@ def launch(body: Callable[..., int], config: Config, *args: Any) -> int:
             timeout_s=config.timeout_s,
         )
     except RankFailure as failure:
-        print(f"wideep: {failure}", file=sys.stderr)
-        print(failure.guilty.details, end="", file=sys.stderr)
+        guilty = failure.guilty
+        memory = f": {had}" if "SIGKILL" in (guilty.error or "") and not guilty.kind else ""
+        print(f"wideep: {failure}{memory}", file=sys.stderr)
+        if guilty.kind not in PLAIN:
+            print(guilty.details, end="", file=sys.stderr)
         return RANK_FAILED
     return statuses[0]
+
+
+def _announce_fault(config: Config) -> None:
+    if config.fault.kind != "none":
+        from moe.faults import announcement
+
+        print(f"wideep: {announcement(config.fault)}", file=sys.stderr)
 
 
 def check_same_config(world: World, config: Config) -> None:
@@ -68,20 +84,31 @@ def run_rank(body: Callable[..., int], config: Config, *args: Any) -> int:
     """Be one of torchrun's ranks: meet the others, run body(world, config, *args)."""
     import torch
 
+    from comm.notebook import Notebook
     from comm.world import join, leave
 
+    die_with_parent()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    rank = int(os.environ["RANK"])
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    notes = os.environ.get("WIDEEP_NOTES")  # a folder of moe.torchrun's, which reads them
+    notebook = Notebook(rank, Path(notes) if notes else None)
+    if notes and local_rank == 0:
+        (Path(notes) / "memory").write_text(memory_in_words(config, local_world_size))
+    if rank == 0:
+        _announce_fault(config)
     try:
         world = join(
             rank,
-            int(os.environ["WORLD_SIZE"]),
+            world_size,
             init_method="env://",
-            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            local_rank=local_rank,
+            local_world_size=local_world_size,
             device=config.device,
             backend=config.backend,
             timeout_s=config.timeout_s,
+            notebook=notebook,
         )
         check_same_config(world, config)
         return body(world, config, *args)
@@ -90,13 +117,37 @@ def run_rank(body: Callable[..., int], config: Config, *args: Any) -> int:
             print(f"wideep: {error}", file=sys.stderr)
         return USAGE_ERROR
     except Exception as error:  # whatever it was, it must be told with the rank's number
-        consequence = is_consequence(error)
-        if consequence:
-            time.sleep(GRACE_S)
-        print(f"wideep: rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)
-        if not consequence:
-            traceback.print_exc()
+        _tell(error, rank, world_size, notebook, config.timeout_s)
         return RANK_FAILED
     finally:
         with contextlib.suppress(Exception):
             leave()
+
+
+def _tell(
+    error: Exception, rank: int, world_size: int, notebook: Notebook, timeout_s: float
+) -> None:
+    """Say what failed on this rank, or which other rank it waited for in vain."""
+    from comm.notebook import read_note
+    from comm.post_mortem import find_silent, leave_word, somebody_told
+
+    where, consequence = str(read_note(notebook.address.note)), is_consequence(error)
+    text = f"{type(error).__name__}: {error}"
+    if consequence:
+        silent = find_silent(rank, world_size, notebook, timeout_s)
+        if silent is None or not silent.first:
+            time.sleep(GRACE_S)  # torchrun ends this rank meanwhile, where another has spoken
+        if somebody_told(world_size):
+            return
+        if silent is not None:
+            leave_word(rank, told=True)
+            rank, where, text = silent.rank, silent.where, str(silent)
+    else:
+        leave_word(rank, told=True)
+    place = f", {where}" if where else ""
+    lines = [f"wideep: rank {rank}{place}: {text}\n"]
+    if not consequence and type(error).__name__ not in PLAIN:
+        lines.append(traceback.format_exc())
+    if notebook.results is not None:
+        lines.append(f"wideep: what was counted until then is kept in {notebook.results}\n")
+    print(end="".join(lines), file=sys.stderr, flush=True)
