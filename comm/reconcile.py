@@ -24,6 +24,8 @@ from comm.verdict import State, Verdict, not_available
 
 Matrix = NDArray[np.int64]
 
+CHAIN_BYTES = 997
+
 
 @dataclass(frozen=True)
 class Exchange:
@@ -44,13 +46,18 @@ class Law:
         return sent.payload + self.per_message * sent.messages + self.per_answer * sent.messages.T
 
 
-def calibration(size: int) -> tuple[Exchange, Exchange]:
-    """Known messages. The first goes one way only, or a and b could not be told apart; the second
-    are two all-to-alls, one of them empty."""
-    place = np.arange(size)
-    number = 1 + place[:, None] * size + place  # of a pair: no two have the same size
-    upwards, others = np.triu(np.ones((size, size), np.int64), 1), 1 - np.eye(size, dtype=np.int64)
-    return Exchange(997 * number * upwards, upwards), Exchange(31 * number * others, 2 * others)
+def calibration_sizes(size: int) -> Matrix:
+    """Bytes from each place to each other, [n, n]: no two alike, but every third is nothing."""
+    number = 1 + np.arange(size * size).reshape(size, size)
+    return np.where(number % 3, 31 * number, 0) * (1 - np.eye(size, dtype=np.int64))
+
+
+def calibration(size: int) -> Exchange:
+    """Known messages: an all-to-all, and beside it a chain of messages from each place to the next,
+    one way only, or a and b could not be told apart."""
+    chain = np.eye(size, k=1, dtype=np.int64)
+    everyone = 1 - np.eye(size, dtype=np.int64)
+    return Exchange(calibration_sizes(size) + CHAIN_BYTES * chain, everyone + chain)
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,7 @@ class GroupLog:
     """What one rank saw of its connections in one group.
 
     number: of the group's partition, comm.world.RankGroup.number; ranks: [n], global
-    calibration: int64 [2, n] bytes acknowledged by each place in either exchange of `calibration`
+    calibration: int64 [n] bytes that each place acknowledged of the exchange `calibration`
     acked: int64 [n], in the measured part of the run
     """
 
@@ -92,7 +99,7 @@ class _Group:
     """All ranks' rows of one group put together."""
 
     ranks: tuple[int, ...]
-    calibration: Matrix  # [2, n, n]
+    calibration: Matrix  # [n, n]
     acked: Matrix  # [n, n]
     sent: Exchange
     predicted: Matrix = field(init=False)
@@ -147,7 +154,7 @@ def _groups(logs: Sequence[KernelLog], carried: Sequence[Mapping[int, Matrix]]) 
             sent *= 1 - np.eye(size, dtype=np.int64)  # what stays on its rank needs no socket
             yield _Group(
                 ranks,
-                np.stack([row.calibration for row in rows], axis=1),
+                np.stack([row.calibration for row in rows]),
                 np.stack([row.acked for row in rows]),
                 Exchange(*sent),
             )
@@ -164,25 +171,25 @@ def _calibrated(groups: Sequence[_Group]) -> tuple[Law | None, Verdict | None]:
     """
     if not any(group.calibration.any() for group in groups):
         return None, not_available("kernel", "this kernel leaves tcpi_bytes_acked at 0")
-    first, size = groups[0].calibration, len(groups[0].ranks)
-    upwards = calibration(size)[0]
-    law = Law(int(first[0, 0, 1] - upwards.payload[0, 1]), int(first[0, 1, 0]))
+    first = groups[0].calibration - calibration(len(groups[0].ranks)).payload
+    there, back = int(first[0, 1]), int(first[1, 0])  # 2 a + b and a + 2 b
+    law = Law((2 * there - back) // 3, (2 * back - there) // 3)
     for group in groups:
-        for seen, known in zip(group.calibration, calibration(len(group.ranks)), strict=True):
-            wrong = np.argwhere(seen != law.acked(known))
-            if len(wrong):
-                src, dst = wrong[0].tolist()
-                return law, Verdict(
-                    "kernel",
-                    State.OUTSIDE,
-                    int(seen[src, dst]),
-                    int(law.acked(known)[src, dst]),
-                    0,
-                    f"calibration: {law.per_message} B a message and {law.per_answer} B an answer,"
-                    f" found between rank {groups[0].ranks[0]} and rank {groups[0].ranks[1]}, do"
-                    f" not fit rank {group.ranks[src]} -> rank {group.ranks[dst]}:"
-                    f" {_numbers(seen, law.acked(known), (src, dst))}",
-                )
+        predicted = law.acked(calibration(len(group.ranks)))
+        wrong = np.argwhere(group.calibration != predicted)
+        if len(wrong):
+            src, dst = wrong[0].tolist()
+            return law, Verdict(
+                "kernel",
+                State.OUTSIDE,
+                int(group.calibration[src, dst]),
+                int(predicted[src, dst]),
+                0,
+                f"calibration: {law.per_message} B a message and {law.per_answer} B an answer,"
+                f" found between rank {groups[0].ranks[0]} and rank {groups[0].ranks[1]}, do not fit"
+                f" rank {group.ranks[src]} -> rank {group.ranks[dst]}:"
+                f" {_numbers(group.calibration, predicted, (src, dst))}",
+            )
     return law, None
 
 
