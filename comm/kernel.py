@@ -1,8 +1,8 @@
 """The third witness: what the kernel says went over the sockets of this rank's metered groups.
 
-made    which socket leads to which rank; messages of known sizes, for the constants of the law
-begin   a reading before the measured part
-end     and one after it; comm.reconcile holds the difference against the counted bytes
+made    which socket leads to which rank
+begin   a reading, messages of known sizes for the constants of the law, and another reading
+end     a third, after the measured part; comm.reconcile holds what grew against the counted bytes
 
 A reading follows a barrier of the default group, whose connections are others, and waits until
 nothing is unsent or unacknowledged on any socket.
@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 
 from comm import tcp
-from comm.reconcile import GroupLog, KernelLog, calibration
+from comm.reconcile import CHAIN_BYTES, GroupLog, KernelLog, calibration_sizes
 from comm.world import RankGroup, World
 
 SETTLE_S = 5.0  # for a reading; a lost segment is sent again after 0.2 s, then 0.4 s, ...
 POLL_S = 0.0002
 
-# of a rank: number of a group -> its ranks, and both addresses of each of the rank's sockets in it
-Ends = dict[int, tuple[tuple[int, ...], frozenset[tuple[tcp.Address, tcp.Address]]]]
+# Of a rank: number of a group -> its ranks, and both addresses of each of the rank's sockets in it.
+Ends = dict[int, tuple[tuple[int, ...], list[tuple[str, str]]]]
 
 
 class KernelWitness:
@@ -43,44 +43,41 @@ class KernelWitness:
         self._unread = ""
         self._groups = list({group.number: group for group in groups if group.size > 1}.values())
         if not self._reason:
-            ends = _exchange_ends(world, self._groups)
-            self._reason = next((reason for reason, _ in ends if reason), "")
-        if not self._reason:
-            by_rank = [end for _, end in ends]
-            self._reason = _unconnected(by_rank)
-        if not self._reason:
-            self._sockets = [_by_place(group, by_rank) for group in self._groups]
-            self._calibration = self._calibrated()
+            self._find_sockets(world)
         self._seconds = time.perf_counter() - started
 
     def begin(self) -> None:
         """What follows is counted."""
-        if not self._reason:
-            started = time.perf_counter()
-            self._before = self._read()
-            self._seconds += time.perf_counter() - started
+        if self._reason:
+            return
+        started = time.perf_counter()
+        connected = self._read()
+        for group in self._groups:
+            _send_known(group)
+        self._before = self._read()
+        self._known = _grown(connected, self._before)
+        self._seconds += time.perf_counter() - started
 
     def end(self) -> KernelLog:
         """What the kernel saw since `begin`."""
         if self._reason:
             return KernelLog(reason=self._reason)
         started = time.perf_counter()
-        seen = zip(self._groups, self._calibration, self._before, self._read(), strict=True)
-        logs = [
-            GroupLog(group.number, group.ranks, known, after - before)
-            for group, known, before, after in seen
-        ]
+        seen = zip(self._groups, self._known, _grown(self._before, self._read()), strict=True)
+        logs = [GroupLog(group.number, group.ranks, *acked) for group, *acked in seen]
         self._seconds += time.perf_counter() - started
         return KernelLog(tuple(logs), self._unread, self._seconds)
 
-    def _calibrated(self) -> list[np.ndarray]:
-        """Bytes acknowledged in either exchange of comm.reconcile.calibration: [group][2, n]."""
-        readings = [self._read()]
-        for send in (_send_one_way, _send_both_ways):
-            for group in self._groups:
-                send(group)
-            readings.append(self._read())
-        return [np.diff(np.stack(rows), axis=0) for rows in zip(*readings, strict=True)]
+    def _find_sockets(self, world: World) -> None:
+        """By place in each group, or the reason why not. All ranks learn all addresses, and so come
+        to the same end."""
+        every: list = [None] * world.world_size
+        dist.all_gather_object(every, (_no_reading(), _ends(self._groups)))
+        self._reason = next((reason for reason, _ in every if reason), "")
+        if not self._reason:
+            by_rank = [ends for _, ends in every]
+            self._reason = _unconnected(by_rank)
+            self._sockets = [_by_place(group, by_rank) for group in self._groups]
 
     def _read(self) -> list[np.ndarray]:
         """Bytes that each place has acknowledged since it was connected: [group] int64 [n]."""
@@ -101,95 +98,94 @@ def read_settled(sockets: Iterable[int], within_s: float = SETTLE_S) -> dict[int
 
     Raises TimeoutError where that takes longer, else as comm.tcp.read_info.
     """
-    sockets = list(sockets)
     deadline = time.monotonic() + within_s
-    for fd in sockets:  # what this rank holds back, its peers wait for
-        tcp.acknowledge_now(fd)
-    acked = {}
-    for fd in sockets:
-        while not (info := tcp.read_info(fd)).settled:
+    # First all of them: what this rank holds back, its peers wait for.
+    seen = {fd: tcp.read_info(fd, acknowledge=True) for fd in sockets}
+    for fd in seen:
+        while not seen[fd].settled:
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"{info.unsent} B unsent and {info.unacked} segments unacknowledged after"
-                    f" {within_s:g} s, to {tcp.addresses(fd)}"
+                    f"{seen[fd].unsent} B unsent and {seen[fd].unacked} segments unacknowledged"
+                    f" after {within_s:g} s, between {tcp.addresses(fd)}"
                 )
             time.sleep(POLL_S)
-        acked[fd] = info.acked
-    return acked
+            seen[fd] = tcp.read_info(fd)
+    return {fd: info.acked for fd, info in seen.items()}
 
 
-def _exchange_ends(world: World, groups: Sequence[RankGroup]) -> list[tuple[str, Ends]]:
-    """Of every rank: why it cannot read, "" if it can, and where its sockets lead."""
-    mine: Ends = {}
-    for group in groups:
-        found = (tcp.addresses(fd) for fd in group.sockets)
-        mine[group.number] = group.ranks, frozenset(ends for ends in found if ends)
-    every: list = [None] * world.world_size
-    dist.all_gather_object(every, (_no_reading(), mine))
-    return every
+def _grown(before: Sequence[np.ndarray], after: Sequence[np.ndarray]) -> list[np.ndarray]:
+    return [late - early for early, late in zip(before, after, strict=True)]
 
 
 def _no_reading() -> str:
+    """Why this rank cannot read; "" if it can."""
     transport = os.environ.get("GLOO_DEVICE_TRANSPORT", "TCP")
     if transport == "TCP_TLS":  # records of its own, whose sizes follow no law
         return f"GLOO_DEVICE_TRANSPORT={transport}: encrypted bytes are not those that were counted"
     return tcp.why_unsupported()
 
 
+def _ends(groups: Sequence[RankGroup]) -> Ends:
+    """Where this rank's sockets lead."""
+    return {
+        group.number: (
+            group.ranks,
+            [ends for fd in group.sockets if (ends := tcp.addresses(fd)) is not None],
+        )
+        for group in groups
+    }
+
+
+def _owners(
+    by_rank: Sequence[Ends], number: int, ranks: Iterable[int]
+) -> dict[tuple[str, str], int]:
+    """The rank at the other end of a socket with these two addresses, own and other: the rank that
+    has a socket with the same two, exchanged."""
+    return {(there, here): rank for rank in ranks for here, there in by_rank[rank][number][1]}
+
+
 def _unconnected(by_rank: Sequence[Ends]) -> str:
     """The first pair without a connection that both ends see, in words; "" where there is none."""
     for rank, own in enumerate(by_rank):
-        for number, (ranks, ends) in own.items():
-            for other in ranks:
-                if other != rank and not ends & _turned(by_rank[other][number][1]):
-                    return f"no socket of rank {rank} was found to lead to rank {other}"
+        for number, (ranks, _) in own.items():
+            if ranks[0] != rank:  # each group once
+                continue
+            owner = _owners(by_rank, number, ranks)
+            for member in ranks:
+                met = {owner.get(ends) for ends in by_rank[member][number][1]}
+                if missing := set(ranks) - met - {member}:
+                    other = min(missing)
+                    return f"no socket of rank {member} was found to lead to rank {other}"
     return ""
 
 
-def _turned(
-    ends: Iterable[tuple[tcp.Address, tcp.Address]],
-) -> set[tuple[tcp.Address, tcp.Address]]:
-    return {(there, here) for here, there in ends}
-
-
 def _by_place(group: RankGroup, by_rank: Sequence[Ends]) -> list[list[int]]:
-    """The sockets that lead to each place of the group: a rank's two addresses of a connection are
-    those of the other end, exchanged."""
-    leads_to = {
-        ends: place
-        for place, rank in enumerate(group.ranks)
-        for ends in _turned(by_rank[rank][group.number][1])
-    }
+    """The sockets that lead to each place of the group."""
+    owner = _owners(by_rank, group.number, group.ranks)
     sockets: list[list[int]] = [[] for _ in group.ranks]
     for fd in group.sockets:
-        place = leads_to.get(tcp.addresses(fd))
-        if place is not None:
-            sockets[place].append(fd)
+        ends = tcp.addresses(fd)
+        if ends in owner:
+            sockets[group.ranks.index(owner[ends])].append(fd)
     return sockets
 
 
-def _send_one_way(group: RankGroup) -> None:
-    """The first exchange of the calibration: from each place to every later one."""
-    sizes = calibration(group.size)[0].payload
-    works = []
-    for place, rank in enumerate(group.ranks):
-        if place > group.rank:
-            message = torch.zeros(int(sizes[group.rank, place]), dtype=torch.uint8)
-            works.append((dist.isend(message, rank, group.process_group), message))
-        elif place < group.rank:
-            message = torch.empty(int(sizes[place, group.rank]), dtype=torch.uint8)
-            works.append((dist.irecv(message, rank, group.process_group), message))
-    for work, _ in works:
+def _send_known(group: RankGroup) -> None:
+    """The exchange of comm.reconcile.calibration."""
+    place, sizes = group.rank, calibration_sizes(group.size)
+    work = None
+    if place + 1 < group.size:
+        link = torch.zeros(CHAIN_BYTES, dtype=torch.uint8)
+        work = dist.isend(link, group.ranks[place + 1], group.process_group)
+    if place > 0:
+        dist.recv(
+            torch.empty(CHAIN_BYTES, dtype=torch.uint8),
+            group.ranks[place - 1],
+            group.process_group,
+        )
+    if work is not None:
         work.wait()
-
-
-def _send_both_ways(group: RankGroup) -> None:
-    """The second: an all-to-all of known sizes, and one of nothing."""
-    sizes = calibration(group.size)[1].payload
-    for rows_to, rows_from in (
-        (sizes[group.rank].tolist(), sizes[:, group.rank].tolist()),
-        ([0] * group.size, [0] * group.size),
-    ):
-        message = torch.zeros(sum(rows_to), dtype=torch.uint8)
-        received = torch.empty(sum(rows_from), dtype=torch.uint8)
-        dist.all_to_all_single(received, message, rows_from, rows_to, group.process_group)
+    rows_to, rows_from = sizes[place].tolist(), sizes[:, place].tolist()
+    message = torch.zeros(sum(rows_to), dtype=torch.uint8)
+    received = torch.empty(sum(rows_from), dtype=torch.uint8)
+    dist.all_to_all_single(received, message, rows_from, rows_to, group.process_group)

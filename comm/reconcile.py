@@ -13,8 +13,8 @@ Legend: R ranks of the world, n of a group; matrices are [src, dst] by place in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 from comm.verdict import State, Verdict, not_available
 
 Matrix = NDArray[np.int64]
+
+CHAIN_BYTES = 997
 
 
 @dataclass(frozen=True)
@@ -44,13 +46,18 @@ class Law:
         return sent.payload + self.per_message * sent.messages + self.per_answer * sent.messages.T
 
 
-def calibration(size: int) -> tuple[Exchange, Exchange]:
-    """Known messages. The first goes one way only, or a and b could not be told apart; the second
-    are two all-to-alls, one of them empty."""
-    place = np.arange(size)
-    number = 1 + place[:, None] * size + place  # of a pair: no two have the same size
-    upwards, others = np.triu(np.ones((size, size), np.int64), 1), 1 - np.eye(size, dtype=np.int64)
-    return Exchange(997 * number * upwards, upwards), Exchange(31 * number * others, 2 * others)
+def calibration_sizes(size: int) -> Matrix:
+    """Bytes from each place to each other, [n, n]: no two alike, but every third is nothing."""
+    number = 1 + np.arange(size * size).reshape(size, size)
+    return np.where(number % 3, 31 * number, 0) * (1 - np.eye(size, dtype=np.int64))
+
+
+def calibration(size: int) -> Exchange:
+    """Known messages: an all-to-all, and beside it a chain of messages from each place to the next,
+    one way only, or a and b could not be told apart."""
+    chain = np.eye(size, k=1, dtype=np.int64)
+    everyone = 1 - np.eye(size, dtype=np.int64)
+    return Exchange(calibration_sizes(size) + CHAIN_BYTES * chain, everyone + chain)
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,7 @@ class GroupLog:
     """What one rank saw of its connections in one group.
 
     number: of the group's partition, comm.world.RankGroup.number; ranks: [n], global
-    calibration: int64 [2, n] bytes acknowledged by each place in either exchange of `calibration`
+    calibration: int64 [n] bytes that each place acknowledged of the exchange `calibration`
     acked: int64 [n], in the measured part of the run
     """
 
@@ -87,18 +94,27 @@ class Reconciliation:
     acked: Matrix | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Group:
-    """All ranks' rows of one group put together."""
+    """All ranks' rows of one group put together. calibration, acked: [n, n]"""
 
     ranks: tuple[int, ...]
-    calibration: Matrix  # [2, n, n]
-    acked: Matrix  # [n, n]
+    calibration: Matrix
+    acked: Matrix
     sent: Exchange
-    predicted: Matrix = field(init=False)
 
     @property
-    def words(self) -> str:
+    def num_pairs(self) -> int:
+        return len(self.ranks) * (len(self.ranks) - 1)
+
+    @property
+    def known(self) -> Exchange:
+        return calibration(len(self.ranks))
+
+    def pair(self, src: int, dst: int) -> str:
+        return f"rank {self.ranks[src]} -> rank {self.ranks[dst]}"
+
+    def __str__(self) -> str:
         first, last = self.ranks[0], self.ranks[-1]
         if self.ranks == tuple(range(first, last + 1)):
             return f"the connections of ranks {first} to {last}"
@@ -117,22 +133,21 @@ def reconcile(
     if reason:
         return Reconciliation(not_available("kernel", reason))
     groups = list(_groups(logs, carried))
-    law, misfit = _calibrated(groups)
-    if law is None:
-        return Reconciliation(misfit)
-    for group in groups:
-        group.predicted = law.acked(group.sent)
+    if not any(group.calibration.any() for group in groups):  # as in gVisor
+        reason = "this kernel leaves tcpi_bytes_acked at 0"
+        return Reconciliation(not_available("kernel", reason))
+    law = _law(groups[0])
     world = len(logs)
     booked, acked = np.zeros((world, world), np.int64), np.zeros((world, world), np.int64)
     for group in groups:
         pairs = np.ix_(group.ranks, group.ranks)
         booked[pairs] += group.sent.payload
         acked[pairs] += group.acked
-    verdict = misfit or _unbooked(counted, booked) or _verdict(groups, law)
+    verdict = _misfit(groups, law) or _unbooked(counted, booked) or _verdict(groups, law)
     return Reconciliation(verdict, _summary(groups, law, logs), acked)
 
 
-def _groups(logs: Sequence[KernelLog], carried: Sequence[Mapping[int, Matrix]]) -> Any:
+def _groups(logs: Sequence[KernelLog], carried: Sequence[Mapping[int, Matrix]]) -> Iterator[_Group]:
     """Each group once, with its ranks' rows."""
     for rank, log in enumerate(logs):
         for group in log.groups:
@@ -147,7 +162,7 @@ def _groups(logs: Sequence[KernelLog], carried: Sequence[Mapping[int, Matrix]]) 
             sent *= 1 - np.eye(size, dtype=np.int64)  # what stays on its rank needs no socket
             yield _Group(
                 ranks,
-                np.stack([row.calibration for row in rows], axis=1),
+                np.stack([row.calibration for row in rows]),
                 np.stack([row.acked for row in rows]),
                 Exchange(*sent),
             )
@@ -157,88 +172,73 @@ def _of(log: KernelLog, number: int) -> GroupLog:
     return next(group for group in log.groups if group.number == number)
 
 
-def _calibrated(groups: Sequence[_Group]) -> tuple[Law | None, Verdict | None]:
-    """The constants from the first pair; and, where they do not fit every pair, what to say.
+def _law(group: _Group) -> Law:
+    """The constants as the first pair has them."""
+    overhead = group.calibration - group.known.payload
+    there, back = int(overhead[0, 1]), int(overhead[1, 0])  # 2 a + b and a + 2 b
+    return Law((2 * there - back) // 3, (2 * back - there) // 3)
 
-    No law where the kernel leaves its counters at 0, as gVisor's does.
-    """
-    if not any(group.calibration.any() for group in groups):
-        return None, not_available("kernel", "this kernel leaves tcpi_bytes_acked at 0")
-    first, size = groups[0].calibration, len(groups[0].ranks)
-    upwards = calibration(size)[0]
-    law = Law(int(first[0, 0, 1] - upwards.payload[0, 1]), int(first[0, 1, 0]))
+
+def _misfit(groups: Sequence[_Group], law: Law) -> Verdict | None:
+    """The constants must fit every pair."""
     for group in groups:
-        for seen, known in zip(group.calibration, calibration(len(group.ranks)), strict=True):
-            wrong = np.argwhere(seen != law.acked(known))
-            if len(wrong):
-                src, dst = wrong[0].tolist()
-                return law, Verdict(
-                    "kernel",
-                    State.OUTSIDE,
-                    int(seen[src, dst]),
-                    int(law.acked(known)[src, dst]),
-                    0,
-                    f"calibration: {law.per_message} B a message and {law.per_answer} B an answer,"
-                    f" found between rank {groups[0].ranks[0]} and rank {groups[0].ranks[1]}, do"
-                    f" not fit rank {group.ranks[src]} -> rank {group.ranks[dst]}:"
-                    f" {_numbers(seen, law.acked(known), (src, dst))}",
-                )
-    return law, None
+        predicted = law.acked(group.known)
+        for src, dst in np.argwhere(group.calibration != predicted).tolist():
+            left, right = int(group.calibration[src, dst]), int(predicted[src, dst])
+            return _outside(
+                left,
+                right,
+                f"calibration: {law.per_message} B a message and {law.per_answer} B an answer, as"
+                f" {groups[0].pair(0, 1)} has them, do not fit {group.pair(src, dst)}, {group}:"
+                f" acknowledged {left:,} B, sent with headers {right:,} B",
+            )
+    return None
 
 
 def _unbooked(counted: Matrix, booked: Matrix) -> Verdict | None:
     """What the run reports must be what its groups carried."""
-    away = 1 - np.eye(len(counted), dtype=np.int64)
-    if np.array_equal(counted * away, booked):
-        return None
-    src, dst = np.argwhere(counted * away != booked)[0].tolist()
-    left, right = int(counted[src, dst]), int(booked[src, dst])
-    return Verdict(
-        "kernel",
-        State.OUTSIDE,
-        left,
-        right,
-        0,
-        f"rank {src} -> rank {dst}: the run reports {left:,} B, its connections carried"
-        f" {right:,} B",
-    )
+    away = counted * (1 - np.eye(len(counted), dtype=np.int64))
+    for src, dst in np.argwhere(away != booked).tolist():
+        left, right = int(counted[src, dst]), int(booked[src, dst])
+        return _outside(
+            left,
+            right,
+            f"rank {src} -> rank {dst}: the run reports {left:,} B, its connections carried"
+            f" {right:,} B",
+        )
+    return None
 
 
 def _verdict(groups: Sequence[_Group], law: Law) -> Verdict:
     """EXACT when every pair of every group agrees, else OUTSIDE with the worst pair in words."""
-    total = sum(int(group.acked.sum()) for group in groups)
-    pairs = sum(len(group.ranks) * (len(group.ranks) - 1) for group in groups)
-    wrong = sum(int((group.acked != group.predicted).sum()) for group in groups)
+    apart = [np.abs(group.acked - law.acked(group.sent)) for group in groups]
+    pairs, wrong = sum(group.num_pairs for group in groups), sum(map(np.count_nonzero, apart))
     if not wrong:
-        payload = sum(int(group.sent.payload.sum()) for group in groups)
-        messages = sum(int(group.sent.messages.sum()) for group in groups)
-        return Verdict(
-            "kernel",
-            State.EXACT,
-            total,
-            total,
-            0,
-            f"all {pairs:,} pairs equal, {total:,} B acknowledged = {payload:,} B counted +"
-            f" {messages:,} messages x ({law.per_message} + {law.per_answer}) B of gloo's own",
+        total, payload, messages = (
+            sum(int(matrix.sum()) for matrix in matrices)
+            for matrices in zip(
+                *((one.acked, one.sent.payload, one.sent.messages) for one in groups), strict=True
+            )
         )
-    worst = max(groups, key=lambda group: int(np.abs(group.acked - group.predicted).max()))
-    apart = np.abs(worst.acked - worst.predicted)
-    src, dst = map(int, np.unravel_index(int(apart.argmax()), apart.shape))
-    return Verdict(
-        "kernel",
-        State.OUTSIDE,
-        int(worst.acked[src, dst]),
-        int(worst.predicted[src, dst]),
-        0,
-        f"rank {worst.ranks[src]} -> rank {worst.ranks[dst]}, {worst.words}:"
-        f" {_numbers(worst.acked, worst.predicted, (src, dst))}; {wrong:,} of {pairs:,} pairs"
-        " differ",
+        reason = (
+            f"all {pairs:,} pairs equal, {total:,} B acknowledged = {payload:,} B counted +"
+            f" {messages:,} messages x ({law.per_message} + {law.per_answer}) B of gloo's own"
+        )
+        return Verdict("kernel", State.EXACT, total, total, 0, reason)
+    worst = max(range(len(groups)), key=lambda one: int(apart[one].max()))
+    group = groups[worst]
+    src, dst = divmod(int(apart[worst].argmax()), len(group.ranks))
+    left, right = int(group.acked[src, dst]), int(law.acked(group.sent)[src, dst])
+    return _outside(
+        left,
+        right,
+        f"{group.pair(src, dst)}, {group}: acknowledged {left:,} B, counted with headers"
+        f" {right:,} B; {wrong:,} of {pairs:,} pairs differ",
     )
 
 
-def _numbers(acked: Matrix, predicted: Matrix, pair: tuple[int, int]) -> str:
-    left, right = int(acked[pair]), int(predicted[pair])
-    return f"acknowledged {left:,} B, counted with headers {right:,} B"
+def _outside(measured: int, predicted: int, reason: str) -> Verdict:
+    return Verdict("kernel", State.OUTSIDE, measured, predicted, 0, reason)
 
 
 def _summary(groups: Sequence[_Group], law: Law, logs: Sequence[KernelLog]) -> dict[str, Any]:

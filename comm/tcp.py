@@ -14,25 +14,20 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-FIELDS = {  # name -> offset and format
-    "unacked": (24, "=I"),  # segments
-    "acked": (120, "=Q"),  # bytes; each once, however often it was sent
-    "received": (128, "=Q"),
-    "unsent": (144, "=I"),
-}
-INFO_BYTES = 148  # up to the end of tcpi_notsent_bytes, which came with Linux 4.6
+# tcpi_unacked at 24, tcpi_bytes_acked at 120, tcpi_bytes_received at 128, tcpi_notsent_bytes at 144
+FIELDS = struct.Struct("=24xI92xQQ8xI")
+INFO_BYTES = FIELDS.size  # 148: the last field came with Linux 4.6
 ROOM_BYTES = 256
-
-Address = tuple[str, int]
 
 
 @dataclass(frozen=True)
 class TcpInfo:
-    """Bytes acknowledged by the peer and received from it; unacked: segments; unsent: bytes"""
+    """acked: bytes that the peer has, each counted once however often it was sent; received: bytes
+    from the peer; unacked: segments on their way; unsent: bytes not yet on it"""
 
+    unacked: int
     acked: int
     received: int
-    unacked: int
     unsent: int
 
     @property
@@ -48,35 +43,31 @@ def parse_info(raw: bytes) -> TcpInfo:
             f"this kernel's tcp_info has {len(raw)} B, and the counters end at {INFO_BYTES} B"
             " (Linux 4.6 or later has them)"
         )
-    return TcpInfo(
-        **{name: struct.unpack_from(of, raw, at)[0] for name, (at, of) in FIELDS.items()}
-    )
+    return TcpInfo(*FIELDS.unpack_from(raw))
 
 
-def read_info(fd: int) -> TcpInfo:
-    """Raises OSError for what is no open TCP socket, ValueError as parse_info."""
+def read_info(fd: int, acknowledge: bool = False) -> TcpInfo:
+    """Raises OSError for what is no open TCP socket, ValueError as parse_info.
+
+    acknowledge: let go of an acknowledgement that is held back (up to 40 ms, in hope of data)
+    """
     with _borrowed(fd) as connection:
+        if acknowledge:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
         return parse_info(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, ROOM_BYTES))
 
 
-def acknowledge_now(fd: int) -> None:
-    """Send what acknowledgement the kernel is holding back (up to 40 ms, in hope of data)."""
-    with _borrowed(fd) as connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
-
-
-def addresses(fd: int) -> tuple[Address, Address] | None:
-    """Of both ends, own and other; None for what is no connected TCP socket."""
+def addresses(fd: int) -> tuple[str, str] | None:
+    """Of both ends, own and other, "host port"; None for what is no connected TCP socket."""
     try:
-        with _borrowed(fd) as connection:
-            if connection.type != socket.SOCK_STREAM or connection.family not in (
-                socket.AF_INET,
-                socket.AF_INET6,
-            ):
+        with _borrowed(fd, family=-1) as connection:
+            if connection.family not in (socket.AF_INET, socket.AF_INET6):
                 return None
-            return connection.getsockname()[:2], connection.getpeername()[:2]
-    except OSError:  # it listens, or has been closed
+            ends = connection.getsockname(), connection.getpeername()
+    except OSError:  # it listens, has been closed, or is no socket
         return None
+    own, other = (f"{host} {port}" for host, port, *_ in ends)
+    return own, other
 
 
 def own_sockets() -> frozenset[tuple[int, str]]:
@@ -106,9 +97,12 @@ def why_unsupported() -> str:
 
 
 @contextlib.contextmanager
-def _borrowed(fd: int) -> Iterator[socket.socket]:
-    """Somebody else's socket, which stays open and theirs."""
-    borrowed = socket.socket(fileno=fd)
+def _borrowed(fd: int, family: int = socket.AF_INET) -> Iterator[socket.socket]:
+    """Somebody else's socket, which stays open and theirs.
+
+    family: -1 asks the kernel, which takes time; TCP's own options do not depend on it
+    """
+    borrowed = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=fd)
     try:
         yield borrowed
     finally:

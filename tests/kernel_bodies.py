@@ -78,8 +78,8 @@ def witness(world, fail):
         one = KernelWitness(world, [group])
         one.begin()
         if fail == "stuck" and world.rank == 1:
-            stuck = tcp.TcpInfo(0, 0, unacked=1, unsent=7)
-            patch.setattr(tcp, "read_info", lambda fd: stuck)
+            stuck = tcp.TcpInfo(unacked=1, acked=0, received=0, unsent=7)
+            patch.setattr(tcp, "read_info", lambda *_, **__: stuck)
             patch.setattr(kernel.read_settled, "__defaults__", (0.05,))
         log = one.end()
         dist.barrier()

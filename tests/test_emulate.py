@@ -262,8 +262,10 @@ def test_every_model_runs_at_laptop_scale(presets, model):
 @pytest.mark.parametrize(
     ("fault", "status", "said"),
     [
-        ("counts_not_counted", 3, "dispatch, counts, rank 0 -> rank 0: counted 0 B"),
+        ("last_pair_dropped", 3, "dispatch, hidden, rank 0 -> rank 1: counted "),
         ("all_weights_doubled", 4, "routed, error"),
+        ("counts_not_counted", 5, "dispatch, counts, rank 0 -> rank 0: counted 0 B"),
+        ("one_message_passes_the_meter_by", 5, "; 2 of 2 pairs differ"),
         ("padding_not_counted", 6, "AssertionError: layer 0, forward dispatch: the parts"),
     ],
 )

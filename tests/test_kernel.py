@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import sys
 from dataclasses import replace
 
 import kernel_bodies
@@ -18,7 +19,7 @@ from comm.interfaces import Counters, read_interfaces, traffic_between
 from comm.reconcile import GroupLog, KernelLog, Law, calibration, reconcile
 from comm.spawn import run_ranks
 
-pytestmark = pytest.mark.skipif(bool(tcp.why_unsupported()), reason="no TCP_INFO here")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO is Linux's")
 
 RUNS = kernel_runs()
 UNSEEN = {"one_sided": "shared memory", "not asked": "kernel=false", "alone": "one rank"}
@@ -172,10 +173,10 @@ def world_of(size, law=LAW):
     messages = np.full((size, size), 3) - 3 * np.eye(size, dtype=int)
     known = calibration(size)
     acked = payload + law.per_message * messages + law.per_answer * messages.T
-    calibrated = np.stack([law.acked(one) for one in known])
+    calibrated = law.acked(known)
     ranks = tuple(range(size))
     logs = [
-        KernelLog((GroupLog(0, ranks, calibrated[:, rank].copy(), acked[rank].copy()),))
+        KernelLog((GroupLog(0, ranks, calibrated[rank].copy(), acked[rank].copy()),))
         for rank in ranks
     ]
     carried = [{0: np.stack([payload[rank], messages[rank]])} for rank in ranks]
@@ -208,12 +209,12 @@ def test_a_byte_less_on_one_pair_and_one_more_on_another_do_not_cancel():
     assert reconcile(logs, carried, counted).verdict.state == "OUTSIDE"
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-def test_constants_must_fit_every_pair(stage):
+@pytest.mark.parametrize("pair", [(0, 1), (1, 0), (2, 1), (0, 2)])
+def test_constants_must_fit_every_pair(pair):
     logs, carried, counted = world_of(3)
-    logs[2].groups[0].calibration[stage, 1] += 1
+    logs[pair[0]].groups[0].calibration[pair[1]] += 1
     verdict = reconcile(logs, carried, counted).verdict
-    assert verdict.state == "OUTSIDE" and "do not fit rank 2 -> rank 1" in verdict.reason
+    assert verdict.state == "OUTSIDE" and "do not fit rank" in verdict.reason
 
 
 def test_what_is_reported_must_have_been_carried():

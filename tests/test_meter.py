@@ -28,6 +28,23 @@ def test_bytes_rows_and_receipts_land_in_their_cells():
     assert meter.collectives == 1
 
 
+def test_what_each_group_carries_is_kept_apart():
+    """Bytes and messages, empty ones too, by the connections that they go over."""
+    meter = TrafficMeter(num_layers=1, world_size=4)
+    packed, parts = message(3, ("hidden", 10))
+    meter.record(Position(0, "dispatch"), packed, parts, [2, 0, 1, 0], [0] * 4)
+    pair = np.array([1, 3])
+    meter.record(Position(0, "combine"), packed, parts, [0, 3], [0, 0], pair, None, 2)
+    meter.record(Position(0, "combine"), packed, parts, [1, 2], [0, 0], pair, [1, 0], 2)
+    assert meter.carried[0].tolist() == [[20, 0, 10, 0], [1, 1, 1, 1]]
+    assert meter.carried[2].tolist() == [[0, 10, 0, 50], [0, 2, 0, 2]]
+    both = meter.carried[0][0] + meter.carried[2][0]
+    assert np.array_equal(both, meter.sent.sum(axis=(0, 1, 2, 3)))
+    meter.enabled = False
+    meter.record(Position(0, "dispatch"), packed, parts, [2, 0, 1, 0], [0] * 4)
+    assert meter.carried[0][1].tolist() == [1, 1, 1, 1]
+
+
 def test_counts_messages_have_bytes_and_no_rows():
     meter = TrafficMeter(1, 2)
     packed, parts = message(4, ("counts", 8))
