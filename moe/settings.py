@@ -19,6 +19,7 @@ from moe.routing.options import RouterOptions
 
 USAGE_ERROR, RANK_FAILED, UNFIT = 2, 6, 7  # exit statuses; moe.cli.STATUSES says them in words
 DEFAULT_RANKS = 8
+MAX_STEPS = 1_000_000  # passes, of each kind: each is kept, and none is quick
 MAX_CHUNKS = 1024  # each has transports of its own
 MAX_RANKS = 4096  # processes on one machine: far beyond what any of today's can start
 
@@ -142,8 +143,8 @@ class BenchConfig:
         "the dispatchers to time; two_hop on two nodes of half the ranks each",
     )
     chunks: int = key(4, "the first dispatcher also in so many chunks; 1: not", minimum=1)
-    iterations: int = key(20, "timed rounds of each case", minimum=2)
-    warmup: int = key(3, "rounds run first and not timed", minimum=0)
+    iterations: int = key(20, "timed rounds of each case", minimum=2, maximum=MAX_STEPS)
+    warmup: int = key(3, "rounds run first and not timed", minimum=0, maximum=MAX_STEPS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,8 +170,10 @@ class Config:
     tokens: int | tuple[int, ...] = key(
         64, "tokens of every rank, or a list with one number a rank", minimum=0
     )
-    steps: int = key(1, "measured forward passes", minimum=1)
-    warmup: int = key(1, "forward passes run first and left out of every figure", minimum=0)
+    steps: int = key(1, "measured forward passes", minimum=1, maximum=MAX_STEPS)
+    warmup: int = key(
+        1, "forward passes run first and left out of every figure", minimum=0, maximum=MAX_STEPS
+    )
     layers: int | None = key(None, "MoE layers to run; null: as many as scale says", minimum=1)
     mode: str = key("inference", "training: also backward, and gradients are synchronised", MODES)
     chunks: int = key(

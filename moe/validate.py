@@ -64,9 +64,19 @@ def _check_key(key: Key, value: Any) -> None:
     if not all(isinstance(entry, int | float) for entry in entries):
         raise ConfigError(f"{key.name}={shown(value)}: must be a list of integers")
     if min(entries) < key.minimum:
-        raise ConfigError(f"{key.name}={shown(value)}: must be >= {key.minimum}")
+        raise ConfigError(f"{key.name}={shown(value)}: must be >= {key.minimum}{_near(key, value)}")
     if max(entries) > key.maximum:
-        raise ConfigError(f"{key.name}={shown(value)}: must be <= {key.maximum}")
+        raise ConfigError(f"{key.name}={shown(value)}: must be <= {key.maximum}{_near(key, value)}")
+
+
+def _near(key: Key, value: Any) -> str:
+    """The nearest value within the limits of an integer, or of each entry of a list of them."""
+
+    def within(entry: Any) -> Any:
+        return min(max(entry, key.minimum), key.maximum)
+
+    nearest = tuple(map(within, value)) if isinstance(value, tuple) else within(value)
+    return f"; nearest: {shown(nearest)}"
 
 
 def _check_choices(name: str, kind: str, value: Any, choices: Any) -> None:

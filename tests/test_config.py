@@ -141,7 +141,8 @@ def test_wire_names_are_those_of_the_wire():
         ("steps=", "steps=: must be an integer"),
         ("steps=null", "steps=null: must be an integer"),
         ("steps=${nope}", "steps=${nope}: Interpolation key 'nope' not found"),
-        ("steps=0", "steps=0: must be >= 1"),
+        ("steps=0", "steps=0: must be >= 1; nearest: 1"),
+        ("warmup=1000000000000", "warmup=1000000000000: must be <= 1000000; nearest: 1000000"),
         ("warmup=-1", "warmup=-1: must be >= 0"),
         ("layers=x", "layers=x: must be an integer or null"),
         ("layers=93", "layers=93: kimi_k3 has 92 MoE layers; nearest: 92"),
@@ -159,7 +160,7 @@ def test_wire_names_are_those_of_the_wire():
         ("tokens=[1,a]", "tokens=[1,a]: must be an integer or a list of integers"),
         ("tokens=[]", "tokens=[]: must not be empty"),
         ("tokens=[1,2]", "tokens=[1,2]: lists 2 ranks, ranks=8"),
-        ("ranks=2 tokens=[1,-2]", "tokens=[1,-2]: must be >= 0"),
+        ("ranks=2 tokens=[1,-2]", "tokens=[1,-2]: must be >= 0; nearest: [1,0]"),
         (
             "ranks=7 topology.ranks_per_node=4",
             "topology.ranks_per_node=4 must be a positive divisor of the number of ranks (7);"
