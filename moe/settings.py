@@ -27,7 +27,9 @@ JOBS = {
     "emulate": "run the layers on real ranks, count every byte, compare it with the predictions",
     "bench": "time dispatch and combine against the raw all-to-all of the same bytes",
     "predict": "what uniform routing lets one expect, in every convention of the field; no ranks",
+    "doctor": "what this machine lacks for the run that the other words describe; no ranks",
 }
+RANKLESS = ("predict", "doctor")
 UNUSED = {  # job -> the keys, or the first parts of keys, that mean nothing to it
     "emulate": ("bench",),
     "bench": (
@@ -35,6 +37,7 @@ UNUSED = {  # job -> the keys, or the first parts of keys, that mean nothing to 
         *("warmup", "layers", "dtype", "reference", "record_routing", "traffic_csv", "chunks"),
         *("mode", "ep_size", "expert_tp", "expert_tp_mode"),
     ),
+    "doctor": ("bench",),
     "predict": (
         *("bench", "scale", "router", "placement", "steps", "warmup", "layers", "seed", "dtype"),
         *("device", "backend", "reference", "record_routing", "traffic_csv", "timeout_s"),

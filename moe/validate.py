@@ -35,7 +35,7 @@ def validate(config: Config, options: Callable[[str], list[str]]) -> None:
     _check_model(config)
     _check_ranks(config)
     _check_tokens(config)
-    if config.job == "emulate" and (reason := refusal(config)):
+    if config.job in ("emulate", "doctor") and (reason := refusal(config)):
         raise ConfigError(reason)
     _check_surroundings(config)
     check_output_dir(config.output_dir)
