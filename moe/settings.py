@@ -197,7 +197,11 @@ class Config:
     seed: int = key(0, "of weights, hidden states and synthetic routing", minimum=0)
     dtype: str = key("fp32", "type of the computation", DTYPES)
     device: str = key("cpu", "where the ranks compute", ("cpu", "cuda"))
-    backend: str = key("auto", "auto: gloo on cpu, nccl on cuda", ("auto", "gloo", "nccl"))
+    backend: str = key(
+        "auto",
+        "auto: gloo on cpu, nccl on cuda; gloo on cuda goes through the host",
+        ("auto", "gloo", "nccl"),
+    )
     reference: bool = key(True, "check the outputs against the dense single-process network")
     record_routing: bool = key(False, "keep topk_ids and weights in routing.npz")
     traffic_csv: bool = key(True, "write the non-zero cells of the traffic to traffic.csv too")

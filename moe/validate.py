@@ -18,7 +18,7 @@ from moe.rehearsal import refusal
 from moe.settings import WIRES, Config, ConfigError, Key, keys, no_such, shown
 
 DAY_S = 86_400
-BACKENDS = {"cpu": ("auto", "gloo"), "cuda": ("auto", "nccl")}
+BACKENDS = {"cpu": ("auto", "gloo"), "cuda": ("auto", "nccl", "gloo")}
 
 
 def validate(config: Config, options: Callable[[str], list[str]]) -> None:
@@ -132,6 +132,11 @@ def _check_surroundings(config: Config) -> None:
         allowed = " or ".join(BACKENDS[config.device])
         raise ConfigError(
             f"backend={config.backend}: device={config.device} needs backend={allowed}"
+        )
+    if config.job == "bench" and config.device == "cuda" and config.backend == "gloo":
+        raise ConfigError(
+            "backend=gloo: job=bench times the bare collective, and device=cuda would add copies"
+            " to the host's memory; use backend=nccl"
         )
     if not 1 <= config.timeout_s <= DAY_S:  # false for nan, too
         raise ConfigError(f"timeout_s={config.timeout_s}: must lie in 1 .. {DAY_S} seconds")

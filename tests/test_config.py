@@ -175,7 +175,7 @@ def test_wire_names_are_those_of_the_wire():
             "topology.ranks_per_node and topology.node_of_rank: set only one of them",
         ),
         ("backend=nccl", "backend=nccl: device=cpu needs backend=auto or gloo"),
-        ("device=cuda backend=gloo", "backend=gloo: device=cuda needs backend=auto or nccl"),
+        ("job=bench device=cuda backend=gloo", "backend=gloo: job=bench times the bare collective"),
         (
             "model.top_k=17 model.num_experts=16",
             "model=kimi_k3: top_k=17 exceeds num_experts=16",
