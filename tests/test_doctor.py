@@ -312,3 +312,11 @@ def test_under_torchrun_one_rank_of_a_machine_looks(monkeypatch, capsys):
         monkeypatch.setenv(name, value)
     assert main(["doctor"]) == 0
     assert capsys.readouterr().out == ""
+
+
+def test_every_line_is_explained():
+    text = (ROOT / "docs" / "doctor.md").read_text()
+    lines = [what for what, _ in doctor.checks(base_config())]
+    assert len(lines) == 12
+    for what in [*lines, "GPU memory"]:
+        assert f"\n| {what} | " in text, what
