@@ -32,12 +32,13 @@ class Host:
     seconds: float = 0.0
 
     def interface_of(self, addresses: Sequence[str]) -> str | None:
-        """The interface with one of the addresses; of loopback, any address is its own."""
-        for name, own in self.interfaces.items():
-            if set(own) & set(addresses):
-                return name
-        if any(is_loopback(address) for address in addresses):
-            return self.loopback
+        """The interface with the first of the addresses that any has; loopback has all of its."""
+        owner = {one: name for name, own in self.interfaces.items() for one in own}
+        for address in addresses:
+            if is_loopback(address):
+                return self.loopback
+            if address in owner:
+                return owner[address]
         return None
 
     @property
@@ -80,7 +81,9 @@ def interface(host: Host, master: Master, wanted: str, forked: bool) -> Finding:
     """
     what = "interface"
     route = host.interface_of([master.source]) if master.source else None
-    remedy = f"export GLOO_SOCKET_IFNAME={route or host.loopback}"
+    outward = [name for name in host.interfaces if name != host.loopback]
+    better = route or (outward[0] if master.elsewhere and outward else host.loopback)
+    remedy = f"export GLOO_SOCKET_IFNAME={better}"
     if wanted:
         chosen, why = wanted.split(",")[0], "by GLOO_SOCKET_IFNAME"
         if chosen not in host.interfaces:

@@ -190,9 +190,8 @@ def _ranks_of_a_node(config: Config) -> int:
 
 
 def rank_files(config: Config) -> int:
-    """Files that a rank has open, or the process that watches over all ranks if it has more."""
-    own = sum(size - 1 + GROUP_FILES for size in group_sizes(config))
-    return OWN_FILES + max(own, 2 * config.world_size)
+    """Files that a rank has open; the process that watches over all ranks has fewer."""
+    return OWN_FILES + sum(size - 1 + GROUP_FILES for size in group_sizes(config))
 
 
 def machine_sockets(config: Config) -> int:

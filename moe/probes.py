@@ -116,7 +116,6 @@ def port_trouble(place: Master, here: bool, joined: bool) -> str:
             if here and not joined:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind((address, place.port or 0))
-                probe.listen(1)
             elif place.port:
                 probe.settimeout(LOOKUP_S)
                 probe.connect((address, place.port))

@@ -53,6 +53,9 @@ def alone(monkeypatch):
             replace(HOST, looked_up=["127.0.1.1"]), THERE, "", False,
             FAIL, "lo (has the address of the host's name); no other machine", "IFNAME=eth0",
         ),
+        (replace(HOST, looked_up=["192.168.7.5", "10.0.0.5"]), HERE, "", False, OK, "ib0 (has", ""),
+        (HOST, replace(THERE, source=None), "lo", False, FAIL, "no other machine", "IFNAME=eth0"),
+        (HOST, Master("haed", error="not known"), "", False, OK, "eth0 (has the address", ""),
         (replace(HOST, looked_up=[]), THERE, "", False, FAIL, "name leads nowhere", "IFNAME=eth0"),
         (replace(HOST, looked_up=[]), HERE, "", False, OK, "lo (the host's name leads nowhere", ""),
     ],
@@ -127,6 +130,13 @@ def test_names_and_routes_of_this_machine(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     assert probes.look_up("box") == ([], "Name or service not known")
     assert probes.own_host().error == "Name or service not known"
+
+
+def test_an_interface_that_is_down_is_none(monkeypatch):
+    stats = probes.psutil.net_if_stats()
+    down = {name: one._replace(isup=False) for name, one in stats.items()}
+    monkeypatch.setattr(probes.psutil, "net_if_stats", lambda: down)
+    assert probes.interfaces() == {}
 
 
 def test_a_name_server_that_does_not_answer_is_not_waited_for(monkeypatch):
