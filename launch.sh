@@ -80,7 +80,7 @@ run_job() {
   case ${1:-} in *=*) ;; ?*) job=$1 ;; esac
   "$python" -m moe --check "$@" || exit # with the status of the check, before any rank starts
   # Forked ranks share one torch: quicker to come, for bench, and the only way to have many here.
-  case "$job" in bench | predict) exec "$python" -m moe "$@" ;; esac
+  case "$job" in bench | predict | doctor) exec "$python" -m moe "$@" ;; esac
   if [ "$ranks" -gt 16 ]; then exec "$python" -m moe "$@"; fi
   exec "$python" -m moe.torchrun --standalone --nproc-per-node "$ranks" -m moe "$@"
 }

@@ -35,16 +35,15 @@ import resource
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from comm.barrier import Barrier, Peer, refusal
+from comm.memory import free_bytes
 from comm.wire import Parts
 from comm.world import RankGroup
 
@@ -330,7 +329,7 @@ def _divide(span: int, size: int, used: int) -> list[dict[str, _Area]]:
 
 
 def _allocate(fd: int, start: int, num_bytes: int) -> None:
-    free = _free_bytes()
+    free = free_bytes()
     if num_bytes > free:
         raise WindowError(
             f"out of memory: rows in shared memory need {num_bytes / MIB:,.0f} MiB more here, and"
@@ -342,18 +341,3 @@ def _allocate(fd: int, start: int, num_bytes: int) -> None:
         raise WindowError(
             f"out of memory: {num_bytes / MIB:,.1f} MiB for rows in shared memory: {error.strerror}"
         ) from error
-
-
-def _free_bytes() -> int:
-    """Memory that this process may still take: of the machine, and of its control group."""
-    free = psutil.virtual_memory().available
-    try:
-        group = Path("/proc/self/cgroup").read_text().rpartition("0::")[2].strip().strip("/")
-        folder = Path("/sys/fs/cgroup", group)
-        limit = int((folder / "memory.max").read_text())  # or "max", or no such file
-        used = int((folder / "memory.current").read_text())
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return free
-    cache = int(stat["inactive_file"]) + int(stat["active_file"])  # given up when needed
-    return min(free, limit - used + cache)

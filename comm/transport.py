@@ -21,6 +21,7 @@ from torch import Tensor
 
 from comm.header import HEADER_WORDS, SplitMismatch, check_headers, counting, header
 from comm.meter import EVERY_RANK, Position, TrafficMeter
+from comm.staging import StagedWork, staged_all_to_all
 from comm.wire import Parts
 from comm.world import RankGroup, World
 
@@ -135,16 +136,20 @@ class Transport:
         position: Position,
         message: Tensor,
         parts: Parts,
-        input_splits: Sequence[int],
-        output_splits: Sequence[int],
+        input_splits: list[int],
+        output_splits: list[int],
         received: Tensor,
         empty_rows: Sequence[int] | None = None,
-    ) -> dist.Work:
+    ) -> dist.Work | StagedWork:
         """Count a message and put it in flight; a view of a group finds its ranks here."""
         self.meter.record(
             *(position, message, parts, input_splits, output_splits),
             *(self._ranks, empty_rows, self.group.number),
         )
+        if self.world.staged:
+            return staged_all_to_all(
+                received, message, output_splits, input_splits, self.group.process_group
+            )
         return dist.all_to_all_single(
             received, message, output_splits, input_splits, self.group.process_group, async_op=True
         )
@@ -159,7 +164,7 @@ class PendingRows:
     """Rows on their way. received: uint8 [N, b], staged, valid once `work` is done"""
 
     received: Tensor
-    work: dist.Work
+    work: dist.Work | StagedWork
 
     def wait(self) -> Tensor:
         self.work.wait()
@@ -180,7 +185,7 @@ class PendingCounts:
     rank: int
     header: np.ndarray
     received: Tensor
-    work: dist.Work
+    work: dist.Work | StagedWork
 
     def wait(self) -> np.ndarray:
         """Counts from each rank of the group: int64 [R, num_expected]. Raises SplitMismatch."""

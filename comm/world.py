@@ -53,6 +53,7 @@ class World:
     metered_sockets: as RankGroup.sockets, of the metered group
     local_rank, local_world_size: among the ranks of this host
     notebook: where this rank says how far it has come
+    staged: rows go through the host's memory, for gloo does not reach the device (comm.staging)
     """
 
     rank: int
@@ -65,7 +66,13 @@ class World:
     timeout: timedelta = timedelta(seconds=TIMEOUT_S)
     metered_sockets: tuple[int, ...] = ()
     notebook: Notebook | None = None
+    staged: bool = False
     _parts: dict[tuple[tuple[int, ...], ...], RankGroup] = field(default_factory=dict)
+
+    @property
+    def link_device(self) -> torch.device:
+        """Where tensors must lie that the backend is given."""
+        return torch.device("cpu") if self.staged else self.device
 
     @property
     def everyone(self) -> RankGroup:
@@ -101,7 +108,7 @@ class World:
     def all_digests(self, text: str) -> list[int]:
         """A number for each rank, in rank order: equal numbers, equal texts. On every rank."""
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-        mine = torch.tensor([digest], dtype=torch.int64, device=self.device)
+        mine = torch.tensor([digest], dtype=torch.int64, device=self.link_device)
         every = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(every, mine)
         return [int(value) for value in every]
@@ -133,8 +140,11 @@ def join(
     backend = resolve_backend(device, backend)
     tune_process(local_world_size)  # first: the threads of the group inherit it
     timeout = timedelta(seconds=timeout_s)
-    place = torch.device(device, local_rank) if device == "cuda" else torch.device(device)
+    place, staged = torch.device(device), device == "cuda" and backend == "gloo"
     if device == "cuda":
+        # Staged ranks may share a GPU; with nccl there is one for each (moe.fitness).
+        index = local_rank % torch.cuda.device_count() if staged else local_rank
+        place = torch.device(device, index)
         torch.cuda.set_device(place)
     dist.init_process_group(
         backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout
@@ -153,6 +163,7 @@ def join(
         timeout,
         sockets,
         notebook,
+        staged,
     )
 
 
@@ -177,12 +188,13 @@ def leave() -> None:
 
 
 def resolve_backend(device: str, backend: str) -> str:
-    """gloo for the CPU, nccl for one GPU a rank. Raises ValueError for a pair that cannot work."""
+    """gloo for the CPU, nccl for one GPU a rank; gloo serves GPUs by way of the host's memory.
+
+    Raises ValueError for a pair that cannot work.
+    """
     wanted = {"cpu": "gloo", "cuda": "nccl"}[device] if backend == "auto" else backend
     if device == "cpu" and wanted == "nccl":
         raise ValueError("backend=nccl needs device=cuda; with device=cpu use backend=gloo")
-    if device == "cuda" and wanted == "gloo":
-        raise ValueError("backend=gloo needs device=cpu; with device=cuda use backend=nccl")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device=cuda: torch sees no GPU here; use device=cpu")
     return wanted

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from moe.cli import help_text, read_words
-from moe.settings import RANK_FAILED, UNFIT, USAGE_ERROR, Config, ConfigError, UnfitError
+from moe.settings import RANK_FAILED, RANKLESS, UNFIT, USAGE_ERROR, Config, ConfigError, UnfitError
 from moe.version import VERSION
 
 INTERRUPTED, TERMINATED = 130, 143
@@ -62,14 +62,12 @@ def _run(words: Sequence[str], launched: bool, first: bool) -> int:
             _say(help_text() if request.flag == "help" else f"wideep {VERSION}")
         return 0
     from moe.config import compose
-    from moe.fitness import check_device, check_memory
+    from moe.fitness import check
 
     world_size = _launched_world_size() if launched else None
     config = compose(request.overrides, world_size)
-    if config.job != "predict":  # which starts no ranks
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", config.world_size))
-        check_memory(config, local_ranks)
-        check_device(config, local_ranks)
+    if config.job not in RANKLESS:
+        check(config, int(os.environ.get("LOCAL_WORLD_SIZE", config.world_size)))
     if request.flag == "check":
         return 0
     job = import_module(f"moe.jobs.{config.job}")

@@ -162,7 +162,7 @@ def _load(topk_ids: np.ndarray, num_experts: int, world: World) -> np.ndarray:
     """Choices of each expert, all ranks: int64 [L, E]"""
     by_layer = topk_ids.swapaxes(0, 1)
     own = [np.bincount(ids[ids >= 0], minlength=num_experts) for ids in by_layer]
-    load = torch.from_numpy(np.stack(own)).to(world.device)
+    load = torch.from_numpy(np.stack(own)).to(world.link_device)
     dist.all_reduce(load)
     return load.cpu().numpy()
 

@@ -22,3 +22,12 @@ def default_options() -> dict[str, str]:
     lines = (conf_dir() / "config.yaml").read_text(encoding="utf-8").splitlines()
     pairs = (line.strip(" -").partition(": ") for line in lines if line.startswith("  - "))
     return {group: option for group, colon, option in pairs if colon}
+
+
+def scale_option(name: str) -> dict[str, int | None]:
+    """The values of conf/scale/<name>.yaml by key, without its name."""
+    text = (conf_dir() / "scale" / f"{name}.yaml").read_text(encoding="utf-8")
+    pairs = (line.partition(": ") for line in text.splitlines() if not line.startswith("#"))
+    return {
+        key: None if value == "null" else int(value) for key, _, value in pairs if key != "name"
+    }

@@ -56,6 +56,7 @@ def manifest(
         "python": platform.python_version(),
         "backend": world.backend,
         "device": str(world.device.type),
+        "staging": "host memory" if world.staged else None,
         "hosts": list(dict.fromkeys(hosts)),
         "world_size": world.world_size,
         "num_nodes": plan.topology.num_nodes,

@@ -11,6 +11,7 @@ Legend: R ranks, L MoE layers, E logical experts, S_l slots of layer l, rank-maj
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -81,8 +82,29 @@ def _opened(
         )
     if "slot_rank" in content:
         ranks = _integers(source, "slot_rank", content["slot_rank"])
+        _check_num_ranks(source, content.get("header"), ranks, num_ranks)
         return _from_slot_ranks(source, table, ranks, num_ranks)
     return _even(source, list(table[len(table) - num_layers :]), num_ranks)
+
+
+def _check_num_ranks(source: str, header: Any, slot_rank: IntArray, num_ranks: int) -> None:
+    """Refuse what was recorded on another number of ranks: some would hold nothing, unnoticed.
+
+    header: JSON text, where there is one: a rank without a slot is in no array
+    """
+    said = {}
+    if header is not None:
+        with one_line_errors(source, "a header of JSON text"):
+            said = json.loads(str(header))
+    shards, ranks = (said.get(name) for name in ("expert_tp", "ep_size"))
+    recorded = int(slot_rank.max(initial=-1)) + 1
+    if isinstance(ranks, int) and isinstance(shards, int) and shards > 0:
+        recorded = ranks // shards
+    if recorded != num_ranks:
+        raise TraceError(
+            f"{source}: places experts on {recorded} ranks that dispatch to each other, this run"
+            f" has {num_ranks}; run on {recorded}, or record again on {num_ranks}"
+        )
 
 
 def _from_zeros_and_ones(

@@ -19,6 +19,7 @@ from moe.routing.options import RouterOptions
 
 USAGE_ERROR, RANK_FAILED, UNFIT = 2, 6, 7  # exit statuses; moe.cli.STATUSES says them in words
 DEFAULT_RANKS = 8
+MAX_STEPS = 1_000_000  # passes, of each kind: each is kept, and none is quick
 MAX_CHUNKS = 1024  # each has transports of its own
 MAX_RANKS = 4096  # processes on one machine: far beyond what any of today's can start
 
@@ -26,7 +27,9 @@ JOBS = {
     "emulate": "run the layers on real ranks, count every byte, compare it with the predictions",
     "bench": "time dispatch and combine against the raw all-to-all of the same bytes",
     "predict": "what uniform routing lets one expect, in every convention of the field; no ranks",
+    "doctor": "what this machine lacks for the run that the other words describe; no ranks",
 }
+RANKLESS = ("predict", "doctor")
 UNUSED = {  # job -> the keys, or the first parts of keys, that mean nothing to it
     "emulate": ("bench",),
     "bench": (
@@ -35,6 +38,7 @@ UNUSED = {  # job -> the keys, or the first parts of keys, that mean nothing to 
         *("warmup", "layers", "dtype", "reference", "record_routing", "traffic_csv", "chunks"),
         *("kernel", "mode", "ep_size", "expert_tp", "expert_tp_mode"),
     ),
+    "doctor": ("bench",),
     "predict": (
         "fault",
         *("bench", "scale", "router", "placement", "steps", "warmup", "layers", "seed", "dtype"),
@@ -146,8 +150,8 @@ class BenchConfig:
         "the dispatchers to time; two_hop on two nodes of half the ranks each",
     )
     chunks: int = key(4, "the first dispatcher also in so many chunks; 1: not", minimum=1)
-    iterations: int = key(20, "timed rounds of each case", minimum=2)
-    warmup: int = key(3, "rounds run first and not timed", minimum=0)
+    iterations: int = key(20, "timed rounds of each case", minimum=2, maximum=MAX_STEPS)
+    warmup: int = key(3, "rounds run first and not timed", minimum=0, maximum=MAX_STEPS)
 
 
 @dataclass(frozen=True)
@@ -184,8 +188,10 @@ class Config:
     tokens: int | tuple[int, ...] = key(
         64, "tokens of every rank, or a list with one number a rank", minimum=0
     )
-    steps: int = key(1, "measured forward passes", minimum=1)
-    warmup: int = key(1, "forward passes run first and left out of every figure", minimum=0)
+    steps: int = key(1, "measured forward passes", minimum=1, maximum=MAX_STEPS)
+    warmup: int = key(
+        1, "forward passes run first and left out of every figure", minimum=0, maximum=MAX_STEPS
+    )
     layers: int | None = key(None, "MoE layers to run; null: as many as scale says", minimum=1)
     mode: str = key("inference", "training: also backward, and gradients are synchronised", MODES)
     chunks: int = key(
@@ -206,7 +212,11 @@ class Config:
     seed: int = key(0, "of weights, hidden states and synthetic routing", minimum=0)
     dtype: str = key("fp32", "type of the computation", DTYPES)
     device: str = key("cpu", "where the ranks compute", ("cpu", "cuda"))
-    backend: str = key("auto", "auto: gloo on cpu, nccl on cuda", ("auto", "gloo", "nccl"))
+    backend: str = key(
+        "auto",
+        "auto: gloo on cpu, nccl on cuda; gloo on cuda goes through the host",
+        ("auto", "gloo", "nccl"),
+    )
     reference: bool = key(True, "check the outputs against the dense single-process network")
     kernel: bool = key(True, "check the counted bytes against the kernel's counters of TCP")
     record_routing: bool = key(False, "keep topk_ids and weights in routing.npz")

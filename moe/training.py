@@ -15,6 +15,7 @@ from torch import Tensor
 
 from comm.grad_sync import expert_holders, gradients_of, sync_experts, sync_replicated
 from comm.meter import Position
+from comm.staging import to_host
 from comm.world import World
 from moe.assemble import Roads
 from moe.layer import LayerOutput, MoELayer
@@ -85,9 +86,9 @@ def _replicated(layer: MoELayer) -> dict[str, torch.nn.Parameter]:
 
 
 def local_gradients(layer: MoELayer) -> LayerGradients:
-    """A copy of what `synchronise` left."""
+    """A copy of what `synchronise` left, on the host, where the reference is."""
     replicated = _replicated(layer)
-    copies = [gradient.clone() for gradient in gradients_of(replicated.values())]
+    copies = [to_host(gradient) for gradient in gradients_of(replicated.values())]
     gate_up, down = gradients_of([layer.experts.gate_up, layer.experts.down])
     named = dict(zip(replicated, copies, strict=True))
-    return LayerGradients(named, gate_up.clone(), down.clone())
+    return LayerGradients(named, to_host(gate_up), to_host(down))

@@ -18,7 +18,7 @@ from moe.rehearsal import refusal
 from moe.settings import WIRES, Config, ConfigError, Key, keys, no_such, shown
 
 DAY_S = 86_400
-BACKENDS = {"cpu": ("auto", "gloo"), "cuda": ("auto", "nccl")}
+BACKENDS = {"cpu": ("auto", "gloo"), "cuda": ("auto", "nccl", "gloo")}
 
 
 def validate(config: Config, options: Callable[[str], list[str]]) -> None:
@@ -35,7 +35,7 @@ def validate(config: Config, options: Callable[[str], list[str]]) -> None:
     _check_model(config)
     _check_ranks(config)
     _check_tokens(config)
-    if config.job == "emulate" and (reason := refusal(config)):
+    if config.job in ("emulate", "doctor") and (reason := refusal(config)):
         raise ConfigError(reason)
     _check_surroundings(config)
     check_output_dir(config.output_dir)
@@ -64,9 +64,19 @@ def _check_key(key: Key, value: Any) -> None:
     if not all(isinstance(entry, int | float) for entry in entries):
         raise ConfigError(f"{key.name}={shown(value)}: must be a list of integers")
     if min(entries) < key.minimum:
-        raise ConfigError(f"{key.name}={shown(value)}: must be >= {key.minimum}")
+        raise ConfigError(f"{key.name}={shown(value)}: must be >= {key.minimum}{_near(key, value)}")
     if max(entries) > key.maximum:
-        raise ConfigError(f"{key.name}={shown(value)}: must be <= {key.maximum}")
+        raise ConfigError(f"{key.name}={shown(value)}: must be <= {key.maximum}{_near(key, value)}")
+
+
+def _near(key: Key, value: Any) -> str:
+    """The nearest value within the limits of an integer, or of each entry of a list of them."""
+
+    def within(entry: Any) -> Any:
+        return min(max(entry, key.minimum), key.maximum)
+
+    nearest = tuple(map(within, value)) if isinstance(value, tuple) else within(value)
+    return f"; nearest: {shown(nearest)}"
 
 
 def _check_choices(name: str, kind: str, value: Any, choices: Any) -> None:
@@ -122,6 +132,11 @@ def _check_surroundings(config: Config) -> None:
         allowed = " or ".join(BACKENDS[config.device])
         raise ConfigError(
             f"backend={config.backend}: device={config.device} needs backend={allowed}"
+        )
+    if config.job == "bench" and config.device == "cuda" and config.backend == "gloo":
+        raise ConfigError(
+            "backend=gloo: job=bench times the bare collective, and device=cuda would add copies"
+            " to the host's memory; use backend=nccl"
         )
     if not 1 <= config.timeout_s <= DAY_S:  # false for nan, too
         raise ConfigError(f"timeout_s={config.timeout_s}: must lie in 1 .. {DAY_S} seconds")

@@ -349,6 +349,7 @@ def _manifest(
         "python": "3.11.4",
         "backend": "gloo",
         "device": "cpu",
+        "staging": None,
         "hosts": ["node0"],
         "world_size": run.world_size,
         "num_nodes": run.world_size // ranks_per_node,

@@ -92,7 +92,8 @@ def test_wire_names_are_those_of_the_wire():
         ),
         (
             "job=emulat",
-            "job=emulat: no such job; choose bench, emulate, predict (did you mean emulate?)",
+            "job=emulat: no such job; choose bench, doctor, emulate, predict"
+            " (did you mean emulate?)",
         ),
         ("hydra.verbose=true", "hydra.verbose=true: no such key; wideep --help lists them"),
         ("model.top_k.a=3", "model.top_k.a=3: no such key (did you mean model.top_k?)"),
@@ -141,7 +142,8 @@ def test_wire_names_are_those_of_the_wire():
         ("steps=", "steps=: must be an integer"),
         ("steps=null", "steps=null: must be an integer"),
         ("steps=${nope}", "steps=${nope}: Interpolation key 'nope' not found"),
-        ("steps=0", "steps=0: must be >= 1"),
+        ("steps=0", "steps=0: must be >= 1; nearest: 1"),
+        ("warmup=1000000000000", "warmup=1000000000000: must be <= 1000000; nearest: 1000000"),
         ("warmup=-1", "warmup=-1: must be >= 0"),
         ("layers=x", "layers=x: must be an integer or null"),
         ("layers=93", "layers=93: kimi_k3 has 92 MoE layers; nearest: 92"),
@@ -159,7 +161,7 @@ def test_wire_names_are_those_of_the_wire():
         ("tokens=[1,a]", "tokens=[1,a]: must be an integer or a list of integers"),
         ("tokens=[]", "tokens=[]: must not be empty"),
         ("tokens=[1,2]", "tokens=[1,2]: lists 2 ranks, ranks=8"),
-        ("ranks=2 tokens=[1,-2]", "tokens=[1,-2]: must be >= 0"),
+        ("ranks=2 tokens=[1,-2]", "tokens=[1,-2]: must be >= 0; nearest: [1,0]"),
         (
             "ranks=7 topology.ranks_per_node=4",
             "topology.ranks_per_node=4 must be a positive divisor of the number of ranks (7);"
@@ -173,7 +175,7 @@ def test_wire_names_are_those_of_the_wire():
             "topology.ranks_per_node and topology.node_of_rank: set only one of them",
         ),
         ("backend=nccl", "backend=nccl: device=cpu needs backend=auto or gloo"),
-        ("device=cuda backend=gloo", "backend=gloo: device=cuda needs backend=auto or nccl"),
+        ("job=bench device=cuda backend=gloo", "backend=gloo: job=bench times the bare collective"),
         (
             "model.top_k=17 model.num_experts=16",
             "model=kimi_k3: top_k=17 exceeds num_experts=16",

@@ -93,7 +93,7 @@ def test_bench_starts_its_ranks_itself(launch):
 def test_a_wrong_configuration_starts_no_rank(launch):
     done, notes = launch("tokens=-1")
     assert (done.returncode, done.stdout, notes) == (2, "", "")
-    assert done.stderr == "wideep: tokens=-1: must be >= 0\n"
+    assert done.stderr == "wideep: tokens=-1: must be >= 0; nearest: 0\n"
 
 
 def test_the_status_of_the_run_is_returned(launch):

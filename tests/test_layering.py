@@ -25,15 +25,21 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
     "comm.meter": ("torch",),
     "comm.world": ("torch", "comm.topology", "comm.tcp"),
     "comm.barrier": (),
-    "comm.shm": ("torch", "comm.barrier", "comm.wire", "comm.world"),
     "comm.header": ("comm.meter",),
-    "comm.transport": ("torch", "comm.header", "comm.meter", "comm.shm", "comm.wire", "comm.world"),
+    "comm.staging": ("torch",),
+    "comm.memory": (),
+    "comm.shm": ("torch", "comm.barrier", "comm.memory", "comm.wire", "comm.world"),
+    "comm.transport": (
+        *("torch", "comm.header", "comm.meter", "comm.shm", "comm.staging", "comm.wire"),
+        "comm.world",
+    ),
     "comm.spawn": ("torch", "comm.world"),
     "comm.replicas": ("torch", "comm.permute", "comm.placement"),
     "comm.rebalance": ("torch", "comm.meter", "comm.placement", "comm.transport"),
     "comm.grad_sync": ("torch", "comm.meter", "comm.placement", "comm.transport", "comm.wire"),
     "comm.dispatch": (
         *("torch", "comm.dispatch", "comm.header", "comm.meter", "comm.transport", "comm.barrier"),
+        "comm.staging",
         *("comm.topology", "comm.placement", "comm.wire", "comm.permute"),
     ),
     "comm.analytic": ("comm.analytic", "comm.topology"),
@@ -67,6 +73,16 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
     # What the predictions are told must not come from what they judge.
     "moe.facts": ("moe.plan", "comm.analytic", "comm.placement"),
     "moe.placed": ("moe.routings", "comm.analytic"),
+    "moe.fitness": (
+        *("torch", "moe.settings", "moe.model", "moe.conf_files"),
+        *("comm.memory", "comm.placement", "comm.dispatch"),
+    ),
+    "moe.diagnosis": ("moe.fitness",),  # looks at nothing by itself
+    "moe.probes": ("torch", "moe.diagnosis", "comm.barrier"),
+    "moe.jobs.doctor": (
+        *("torch", "moe.diagnosis", "moe.fitness", "moe.probes", "moe.settings", "moe.version"),
+        *("comm.memory", "comm.report"),
+    ),
     "moe.jobs.predict": (*("moe.settings", "moe.version", "comm.analytic", "comm.report"),),
 }
 HYDRA_ALLOWED = {"moe.config", "moe.conf_files", "moe.__main__"}

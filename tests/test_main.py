@@ -105,7 +105,7 @@ def test_check_runs_nothing_and_prints_nothing(job, capsys):
     assert entry.main(["--check", "tokens=1"]) == 0
     assert job.calls == [] and capsys.readouterr() == ("", "")
     assert entry.main(["--check", "tokens=-1"]) == 2
-    assert capsys.readouterr() == ("", "wideep: tokens=-1: must be >= 0\n")
+    assert capsys.readouterr() == ("", "wideep: tokens=-1: must be >= 0; nearest: 0\n")
 
 
 @pytest.mark.parametrize("status", [0, 3, 4, 6])

@@ -95,7 +95,17 @@ def test_a_recorded_run_gives_its_placement(tmp_path: Path) -> None:
     for (slots, first), held in zip(layers, HELD, strict=True):
         assert slots.tolist() == [e for experts in held for e in experts]
         assert first.tolist() == np.cumsum([0, *map(len, held)]).tolist()
-    assert "must ascend within 0 .. 1 (2 ranks)" in refusal(path, ranks=2)
+    for others in (2, R + 1):  # with more ranks, some would hold nothing
+        said = f"on {R} ranks that dispatch to each other, this run has {others}; run on {R},"
+        assert said in refusal(path, ranks=others)
+    header = json.dumps({"ranks": 12, "ep_size": 12, "expert_tp": 12 // R})  # as a run says it
+    np.savez(path, physical_to_logical_map=table, slot_rank=ranks, header=header)
+    read_placement(path, 2, E, R)
+    header = json.dumps({"ranks": 5, "ep_size": 5, "expert_tp": 1})  # the last ranks hold nothing
+    np.savez(path, physical_to_logical_map=table, slot_rank=ranks, header=header)
+    assert f"on 5 ranks that dispatch to each other, this run has {R};" in refusal(path)
+    np.savez(path, physical_to_logical_map=table, slot_rank=ranks[:, ::-1])
+    assert f"must ascend within 0 .. {R - 1} ({R} ranks)" in refusal(path)
     np.savez(path, physical_to_logical_map=table, slot_rank=ranks[:, :-1])
     assert "they must be equal" in refusal(path)
 

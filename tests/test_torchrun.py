@@ -84,8 +84,8 @@ def test_a_run_prints_its_page_and_leaves_its_files(tmp_path, starter, ranks):
 @pytest.mark.parametrize(
     ("starter", "word", "line"),
     [
-        (["-m", "moe"], "tokens=-1", "wideep: tokens=-1: must be >= 0\n"),
-        ([*QUIET, "-m", "moe"], "tokens=-1", "wideep: tokens=-1: must be >= 0\n"),
+        (["-m", "moe"], "tokens=-1", "wideep: tokens=-1: must be >= 0; nearest: 0\n"),
+        ([*QUIET, "-m", "moe"], "tokens=-1", "wideep: tokens=-1: must be >= 0; nearest: 0\n"),
         (["-m", "moe"], "model.top_k=897", "top_k=897"),
         (["-m", "moe"], "tokenz=1", "did you mean tokens?"),
         (["-m", "moe"], "output_dir=/dev/null/out", "output_dir=/dev/null/out: cannot"),

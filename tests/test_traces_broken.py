@@ -282,3 +282,36 @@ def test_lines_that_are_cut_say_which(tmp_path: Path) -> None:
 def test_zeros_and_ones_are_a_placement(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.eye(6, dtype=np.int32)[None].repeat(2, axis=0))
     assert "give it as placement.path" in refusal(tmp_path / "a.npy")
+
+
+def test_layers_of_different_k_are_no_trace_of_one_model(tmp_path: Path) -> None:
+    """They would be cut to one K, or pass for choices that were lost."""
+    torch.save([torch.arange(20).view(5, 4), torch.arange(10).view(5, 2)], tmp_path / "a.pt")
+    said = "layer 0 has K = 4 experts a token, layer 1 K = 2; all layers of a run share one K"
+    assert said in refusal(tmp_path / "a.pt")
+    lines = [
+        {"step": 0, "rank": 0, "layer": 3, "top_indices": [[0, 1]]},
+        {"step": 0, "rank": 0, "layer": 4, "top_indices": [[0, 1, 2]]},
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert "layer 3 has K = 2 experts a token, layer 4 K = 3" in refusal(tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize("largest", [2**62, 2**63 - 1])
+def test_counts_whose_sum_would_wrap_are_refused(largest: int, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"logical_count": [[largest, largest, 4, 4]]}))
+    assert f"counts as large as {largest} must sum to {2**53} at most" in refusal(path)
+    path.write_text(json.dumps({"logical_count": [[2**50, 2**50, 4, 4]]}))
+    assert read_trace(path, top_k=4).counts.max() == 2**50
+
+
+def test_what_is_no_trace_says_what_it_holds_and_the_likely_formats(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"expert_counts": [1], "model": "x"}')
+    text = refusal(tmp_path / "a.json")
+    assert "holds no known trace (it holds expert_counts, model)" in text
+    assert "those of its kind first: sglang_stat_json: " in text
+    torch.save([1, 2, 3], tmp_path / "a.pt")  # a list, but none of router replay
+    assert "holds no known trace (it holds a list of 3)" in refusal(tmp_path / "a.pt")
+    np.save(tmp_path / "a.npy", np.zeros((2, 2), np.int32))
+    assert "(it holds an array of int32, [2, 2])" in refusal(tmp_path / "a.npy")

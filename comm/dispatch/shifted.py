@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from comm.meter import Position
+from comm.staging import StagedWork
 from comm.transport import Transport
 from comm.wire import Parts
 
@@ -55,11 +56,11 @@ class ShiftedTransport(Transport):
         position: Position,
         message: Tensor,
         parts: Parts,
-        input_splits: Sequence[int],
-        output_splits: Sequence[int],
+        input_splits: list[int],
+        output_splits: list[int],
         received: Tensor,
         empty_rows: Sequence[int] | None = None,
-    ) -> dist.Work:
+    ) -> dist.Work | StagedWork:
         to, source = self._lanes(position)
         return super()._start(
             position,

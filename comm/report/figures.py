@@ -110,10 +110,12 @@ def _sums(figures: Mapping[str, float], parts: Sequence[str]) -> list[str]:
 def timing(record: Record, width: int) -> list[Line]:
     """How long the phases took, and who was busiest."""
     times, balance = record["timing"], record["balance"]
+    staging = record["manifest"].get("staging")
+    through = f"; rows staged in {staging}, which takes time" if staging else ""
     lines = title(
         "TIME",
         f"slowest rank, {record['rounds']} rounds, {record['collectives']:,}"
-        " collectives; emulated on this machine, not a forecast",
+        f" collectives; emulated on this machine, not a forecast{through}",
         width,
     )
     rows = [

@@ -41,6 +41,11 @@ def table_notes(record: Record, width: int) -> list[Line]:
         notes["folded"] = _folded(record, folded)
     if absent := _absent(record["choices"]):
         notes["absent"] = absent
+    if staging := about.get("staging"):
+        notes["staging"] = (
+            f"rows went from each GPU through {staging} and gloo: bytes are the same, times and"
+            " bandwidths are not those of GPUs"
+        )
     if totals["outside"]:
         notes["beside"] = _beside(totals["outside"])
     if any(error is None or error > WORTH_A_LINE for error in record["wire_errors"].values()):

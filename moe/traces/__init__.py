@@ -6,8 +6,12 @@ read_trace("routing.npz") -> RouterTrace (who chose what) or CountTrace (how oft
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from moe.traces import (
     esft,
@@ -86,10 +90,30 @@ def _detected(opened: Opened) -> TraceFormat:
     for one in FORMATS.values():
         if one.kind == opened.kind and one.matches(opened.content):
             return one
-    known = "; ".join(f"{one.name}: {one.describes}" for one in FORMATS.values())
+    # Those of the same kind of file come first: one of them was probably meant.
+    ordered = sorted(FORMATS.values(), key=lambda one: one.kind != opened.kind)
+    known = "; ".join(f"{one.name}: {one.describes}" for one in ordered)
     raise TraceError(
-        f"{opened.path}: is of kind {opened.kind}, but holds no known trace. Formats: {known}"
+        f"{opened.path}: is of kind {opened.kind}, but holds no known trace"
+        f" ({_contents(opened.content)}). Formats, those of its kind first: {known}"
     )
+
+
+def _contents(content: Any) -> str:
+    """What there is instead, briefly."""
+    while isinstance(content, list | tuple | Mapping) and len(content) == 1:
+        inner = next(iter(content.values() if isinstance(content, Mapping) else content))
+        if not isinstance(inner, list | tuple | Mapping):
+            break
+        content = inner
+    if isinstance(content, Mapping):
+        names = [str(name) for name in content]
+        more = ", ..." if len(names) > 6 else ""
+        return f"it holds {', '.join(name[:40] for name in names[:6])}{more}"[:300]
+    if isinstance(content, np.ndarray):
+        return f"it holds an array of {content.dtype}, {list(content.shape)}"
+    size = f" of {len(content)}" if hasattr(content, "__len__") else ""
+    return f"it holds a {type(content).__name__}{size}"
 
 
 def _nearest(opened: Opened) -> str:

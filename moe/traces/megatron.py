@@ -6,7 +6,7 @@ Trace: lines {step, layer, rank, num_tokens, topk, top_indices: [tokens][K]}, on
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ def read_replay(opened: Opened, expected: Expected) -> RouterTrace | CountTrace:
         else files[0][n]
         for n in range(len(files[0]))
     ]
+    _check_top_k(source, layers, range(len(layers)))
     return router_trace(source, RawRouting(layers, range(len(layers)), MOE_LAYERS), expected)
 
 
@@ -55,7 +56,19 @@ def read_lines(opened: Opened, expected: Expected) -> RouterTrace | CountTrace:
     rows_of = [
         np.concatenate([ids for _, ids in sorted(layers[n], key=lambda e: e[0])]) for n in numbers
     ]
+    _check_top_k(source, rows_of, numbers)
     return router_trace(source, RawRouting(rows_of, numbers, MOE_LAYERS), expected)
+
+
+def _check_top_k(source: str, layers: Sequence[Any], layer_numbers: Sequence[int]) -> None:
+    """Refuse layers of different K: a narrow one would pass for one whose choices were lost."""
+    widths = [np.shape(layer)[-1] if np.ndim(layer) else 0 for layer in layers]
+    for number, width in zip(layer_numbers, widths, strict=True):
+        if width != widths[0]:
+            raise TraceError(
+                f"{source}: layer {layer_numbers[0]} has K = {widths[0]} experts a token, layer"
+                f" {number} K = {width}; all layers of a run share one K: record one model"
+            )
 
 
 def _ids(source: str, where: str, row: Mapping[str, Any]) -> np.ndarray:
@@ -75,12 +88,17 @@ def _is_list(content: Any) -> bool:
     return isinstance(content, list | tuple) and len(content) > 0
 
 
+def _is_replay(content: Any) -> bool:
+    """Arrays of two axes; any other list is somebody else's."""
+    return _is_list(content) and all(getattr(layer, "ndim", 0) == 2 for layer in content)
+
+
 FORMATS = (
     TraceFormat(
         name="megatron_replay",
         kind="torch",
         describes="Megatron-Core router replay: list over MoE layers of tensors [tokens, K]",
-        matches=lambda content: _is_list(first(content)),
+        matches=lambda content: _is_replay(first(content)),
         read=read_replay,
     ),
     TraceFormat(

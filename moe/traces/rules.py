@@ -12,6 +12,9 @@ Ids = NDArray[np.int64]
 Weights = NDArray[np.float32]
 
 
+LARGEST_SUM = 1 << 53  # of counts: any sum of them is exact in float64, too
+
+
 class TraceError(ValueError):
     """A trace or placement file that cannot be used: file, value, rule, nearest valid choice."""
 
@@ -71,6 +74,11 @@ def as_counts(source: str, values: Any) -> NDArray[np.int64]:
     array = array.astype(np.int64)
     if array.min() < 0:
         raise TraceError(f"{source}: count {array.min()} must be at least 0")
+    if array.sum(dtype=np.float64) > LARGEST_SUM:  # a sum of int64 would wrap unnoticed
+        raise TraceError(
+            f"{source}: counts as large as {array.max()} must sum to {LARGEST_SUM} at most; give"
+            " those of fewer steps"
+        )
     return array
 
 
