@@ -135,6 +135,7 @@ def measure(
             notebook.step = events.step
             run.step(events.step)
         meter.on_phase = meter.on_begin = None
+    notebook.rest()
     return run.log(meter), run.gradients
 
 

@@ -21,12 +21,14 @@ PURE = {
 # The first rule whose prefix matches holds.
 RULES: dict[str, tuple[str, ...]] = PURE | {
     "comm.meter": ("torch",),
-    "comm.world": ("torch", "comm.topology"),
+    "comm.notebook": ("comm.meter",),
+    "comm.post_mortem": ("torch", "comm.notebook"),
+    "comm.world": ("torch", "comm.notebook", "comm.post_mortem", "comm.topology"),
     "comm.barrier": (),
     "comm.shm": ("torch", "comm.barrier", "comm.wire", "comm.world"),
     "comm.header": ("comm.meter",),
     "comm.transport": ("torch", "comm.header", "comm.meter", "comm.shm", "comm.wire", "comm.world"),
-    "comm.spawn": ("torch", "comm.world"),
+    "comm.spawn": ("torch", "comm.notebook", "comm.post_mortem", "comm.world"),
     "comm.replicas": ("torch", "comm.permute", "comm.placement"),
     "comm.rebalance": ("torch", "comm.meter", "comm.placement", "comm.transport"),
     "comm.grad_sync": ("torch", "comm.meter", "comm.placement", "comm.transport", "comm.wire"),
