@@ -69,6 +69,10 @@ class Notebook:
         self.rest()
         self.address = Address(_host(), os.getpid(), note, stacks)
 
+    def close(self) -> None:
+        self._note.close()
+        self._stacks.close()
+
     def answer_signals(self) -> None:
         """Write the stacks of all threads when asked to; works wherever the rank hangs."""
         faulthandler.register(STACKS_SIGNAL, self._stacks, all_threads=True)

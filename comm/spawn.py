@@ -227,7 +227,7 @@ def _rank_main(
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C and stops the ranks
     die_with_parent()  # the fork server, which ends with the caller
-    _die_with_reader(pipe, folder)
+    _die_with_caller(folder)
     _use_loopback()
     # Pickled by hand: a Connection would share the memory of tensors with a process that has gone.
     pipe.send_bytes(pickle.dumps(_run(function, rank, world_size, Path(folder), joining, args)))
@@ -314,19 +314,17 @@ def _watch_process(pid: int, folder: str) -> None:
     _end_without(folder)
 
 
-def _die_with_reader(pipe: Connection, folder: str) -> None:
-    """End this rank when nobody is left to read its report, were the caller killed outright; and
-    remove what the caller can no longer remove: its folder, and that of the fork server's socket.
-    """
+def _die_with_caller(folder: str) -> None:
+    """End this rank when the caller is gone, were it killed outright; and remove what it can no
+    longer remove: its folder, and that of the fork server's socket."""
+    caller, server = mp.parent_process(), forkserver._forkserver._forkserver_address
+    assert caller is not None
+    folders = [folder, *([os.path.dirname(server)] if server else [])]
 
     def watch() -> None:
-        poll = select.poll()
-        poll.register(pipe.fileno(), 0)  # errors are always reported: the reading end is gone
-        poll.poll()
-        _end_without(folder, *sockets)
+        caller.join()  # of the process that asked for this one, not of the fork server
+        _end_without(*folders)
 
-    server = getattr(forkserver._forkserver, "_forkserver_address", None)
-    sockets = [] if server is None else [os.path.dirname(server)]
     threading.Thread(target=watch, daemon=True).start()
 
 

@@ -324,6 +324,7 @@ def test_a_note_says_where_a_rank_is(tmp_path, named):
     book.rest()
     assert read_note(book.address.note) == Note(0)
     assert len(list(tmp_path.iterdir())) == 2 * named
+    book.close()
 
 
 def test_a_note_of_a_rank_that_left_none(tmp_path):

@@ -160,7 +160,7 @@ def test_a_killed_rank_of_our_own_is_named(tmp_path):
     assert process.returncode == 6
     assert err.count("\n") == 2 and re.match(
         r"wideep: rank 1, step \d+, layer 0, forward \w+: killed by SIGKILL, perhaps out of memory"
-        r" \(1 other ranks failed in consequence\): needed about [\d.]+ GiB here for 2 ranks,"
+        r" \(1 other rank failed in consequence\): needed about [\d.]+ GiB here for 2 ranks,"
         r" had [\d.]+ GiB\n",
         err,
     )
