@@ -19,6 +19,7 @@ from comm.post_mortem import introduce
 from comm.topology import Topology, divisibility_message
 
 TIMEOUT_S = 60.0
+START_S = 60.0  # how long ranks wait for one another to start, were timeout_s shorter
 
 
 @dataclass(frozen=True)
@@ -120,16 +121,18 @@ def join(
     """
     backend = resolve_backend(device, backend)
     tune_process(local_world_size)  # first: the threads of the group inherit it
-    timeout = timedelta(seconds=timeout_s)
+    timeout, patient = timedelta(seconds=timeout_s), timedelta(seconds=max(timeout_s, START_S))
     place = torch.device(device, local_rank) if device == "cuda" else torch.device(device)
     if device == "cuda":
         torch.cuda.set_device(place)
     dist.init_process_group(
-        backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout
+        backend, init_method=init_method, rank=rank, world_size=world_size, timeout=patient
     )
     notebook = notebook or Notebook(rank)
     introduce(rank, notebook)
-    metered = dist.new_group(backend=backend, timeout=timeout)
+    metered = dist.new_group(backend=backend, timeout=patient)
+    for group in (dist.group.WORLD, metered):
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
     return World(
         rank,
         world_size,

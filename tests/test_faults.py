@@ -32,7 +32,7 @@ AT = ["fault.rank=1", "fault.layer=1", "fault.step=1", "fault.phase=combine"]
 WHERE = "rank 1, step 1, layer 1, forward combine: "
 CONSEQUENCE = r" \(2 other ranks failed in consequence\)"
 MEMORY = r": needed about [\d.]+ GiB here for 3 ranks, had [\d.]+ GiB"
-HANGS = r"hangs: the others waited for it \(timeout_s=1\); stacks of all ranks are in out/stacks.*"
+HANGS = r"hangs: the others waited for it \(timeout_s=2\); stacks of all ranks are in out/stacks.*"
 FAULTS = {  # kind -> what is said of the rank
     "raise": r"InjectedFault: fault.kind=raise" + CONSEQUENCE,
     "kill": r"killed by SIGKILL, perhaps out of memory" + CONSEQUENCE + MEMORY,
@@ -80,7 +80,7 @@ def broken_run(capfd, kind, *words):
 @again
 @pytest.mark.parametrize("kind", FAULTS)
 def test_a_rank_that_fails_is_named_with_its_place(place, capfd, kind, time_):
-    status, said, files = broken_run(capfd, kind, "timeout_s=1")
+    status, said, files = broken_run(capfd, kind, "timeout_s=2")
     assert status == 6
     assert re.fullmatch(f"wideep: {WHERE}{FAULTS[kind]}", said[0]), said[0]
     assert said[-1] == "wideep: what was counted until then is kept in out"
@@ -119,14 +119,14 @@ def test_ranks_that_mean_different_splits_are_both_named(place, capfd, dispatche
 @again
 @pytest.mark.parametrize("kind", ["kill", "hang"])
 def test_the_same_in_shared_memory(place, capfd, kind, time_):
-    status, said, _ = broken_run(capfd, kind, "dispatcher=one_sided", "timeout_s=1")
+    status, said, _ = broken_run(capfd, kind, "dispatcher=one_sided", "timeout_s=2")
     assert status == 6 and len(said) == 2
     assert re.fullmatch(f"wideep: {WHERE}{FAULTS[kind]}", said[0]), said[0]
 
 
 @again
 def test_a_hang_in_training_in_one_of_two_groups(place, capfd, time_):
-    words = ["mode=training", "fault.phase=grad_sync", "ep_size=2", "ranks=4", "timeout_s=1"]
+    words = ["mode=training", "fault.phase=grad_sync", "ep_size=2", "ranks=4", "timeout_s=2"]
     status, said, _ = broken_run(capfd, "hang", *words)
     assert status == 6
     where = "wideep: rank 1, step 1, layer 1, backward grad_sync: hangs: the others waited for it"
@@ -207,7 +207,7 @@ def assert_gone(family):
 @again
 def test_a_hanging_rank_of_torchrun_is_named_once(place, time_):
     """The other rank leaves word, asks for the stacks, and torchrun ends the one that hangs."""
-    process = start(place, *QUIET, "fault.kind=stop", *AT, "timeout_s=1")
+    process = start(place, *QUIET, "fault.kind=stop", *AT, "timeout_s=2")
     _, err = process.communicate(timeout=60)
     announced, said, kept = err.splitlines()
     assert process.returncode == 6
