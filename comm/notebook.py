@@ -66,8 +66,12 @@ class Notebook:
         self._begun, self._folder = 0, folder
         self._note, note = _open(folder, f"note.rank{rank}")
         self._stacks, stacks = _open(folder, f"stacks.rank{rank}")
-        os.pwrite(self._note.fileno(), bytes(_NOTE.size), 0)
+        self.rest()
         self.address = Address(_host(), os.getpid(), note, stacks)
+
+    def close(self) -> None:
+        self._note.close()
+        self._stacks.close()
 
     def answer_signals(self) -> None:
         """Write the stacks of all threads when asked to; works wherever the rank hangs."""
@@ -78,6 +82,10 @@ class Notebook:
         self.results = results
         if self._folder is not None:
             (self._folder / "results").write_text(str(results), encoding="utf-8")
+
+    def rest(self) -> None:
+        """This rank is in no phase: not yet, or no more."""
+        os.pwrite(self._note.fileno(), bytes(_NOTE.size), 0)
 
     def begin(self, position: Position) -> None:
         """A phase begins."""

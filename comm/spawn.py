@@ -13,6 +13,7 @@ import multiprocessing as mp
 import os
 import pickle
 import select
+import shutil
 import signal
 import sys
 import tempfile
@@ -21,7 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,7 @@ def run_ranks(
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, *preload])
+    resource_tracker.ensure_running()  # which lets signals through again
     with signals_held(signal.SIGINT):  # for good in the server: it would die of Ctrl-C, and say so
         forkserver.ensure_running()
     with tempfile.TemporaryDirectory(prefix="wideep-") as folder:
@@ -225,7 +227,7 @@ def _rank_main(
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C and stops the ranks
     die_with_parent()  # the fork server, which ends with the caller
-    _die_with_reader(pipe)
+    _die_with_caller(folder)
     _use_loopback()
     # Pickled by hand: a Connection would share the memory of tensors with a process that has gone.
     pipe.send_bytes(pickle.dumps(_run(function, rank, world_size, Path(folder), joining, args)))
@@ -290,26 +292,46 @@ def _failure(
     )
 
 
-def die_with_parent() -> None:
-    """End this process when its parent does, however that ends; Linux only."""
+def die_with_parent(folder: str | None = None) -> None:
+    """End this process when its parent does, however that ends; Linux only.
+
+    folder: of the parent, to be removed with it
+    """
     if sys.platform != "linux":
         return
     parent, pr_set_pdeathsig = os.getppid(), 1
+    if folder is not None:
+        threading.Thread(target=_watch_process, args=(parent, folder), daemon=True).start()
+        return
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it ended in between
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _die_with_reader(pipe: Connection) -> None:
-    """End this rank when nobody is left to read its report, were the caller killed outright."""
+def _watch_process(pid: int, folder: str) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        select.select([os.pidfd_open(pid)], [], [])
+    _end_without(folder)
+
+
+def _die_with_caller(folder: str) -> None:
+    """End this rank when the caller is gone, were it killed outright; and remove what it can no
+    longer remove: its folder, and that of the fork server's socket."""
+    caller, server = mp.parent_process(), forkserver._forkserver._forkserver_address
+    assert caller is not None
+    folders = [folder, *([os.path.dirname(server)] if server else [])]
 
     def watch() -> None:
-        poll = select.poll()
-        poll.register(pipe.fileno(), 0)  # errors are always reported: the reading end is gone
-        poll.poll()
-        os.kill(os.getpid(), signal.SIGKILL)
+        caller.join()  # of the process that asked for this one, not of the fork server
+        _end_without(*folders)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def _end_without(*folders: str) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _use_loopback() -> None:

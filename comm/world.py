@@ -21,6 +21,7 @@ from comm.topology import Topology, divisibility_message
 
 LAZY = "TORCH_GLOO_LAZY_INIT"
 TIMEOUT_S = 60.0
+START_S = 60.0  # how long ranks wait for one another to start, were timeout_s shorter
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def join(
     """
     backend = resolve_backend(device, backend)
     tune_process(local_world_size)  # first: the threads of the group inherit it
-    timeout = timedelta(seconds=timeout_s)
+    timeout, patient = timedelta(seconds=timeout_s), timedelta(seconds=max(timeout_s, START_S))
     place, staged = torch.device(device), device == "cuda" and backend == "gloo"
     if device == "cuda":
         # Staged ranks may share a GPU; with nccl there is one for each (moe.fitness).
@@ -147,11 +148,13 @@ def join(
         place = torch.device(device, index)
         torch.cuda.set_device(place)
     dist.init_process_group(
-        backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout
+        backend, init_method=init_method, rank=rank, world_size=world_size, timeout=patient
     )
     notebook = notebook or Notebook(rank)
     introduce(rank, notebook)
-    metered, sockets = connected_group(range(world_size), rank, backend, timeout)
+    metered, sockets = connected_group(range(world_size), rank, backend, patient)
+    for group in (dist.group.WORLD, metered):
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
     return World(
         rank,
         world_size,

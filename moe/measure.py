@@ -141,6 +141,7 @@ def measure(
             notebook.step = events.step
             run.step(events.step)
         meter.on_phase = meter.on_begin = None
+    notebook.rest()
     return replace(run.log(meter), kernel=witness.end()), run.gradients
 
 

@@ -302,9 +302,12 @@ def shown(value: Any) -> str:
 def did_you_mean(word: str, names: Iterable[str]) -> str:
     """' (did you mean X?)' with the nearest name, or nothing where none is near.
 
-    A name also matches by its last part: ranks_per_node finds topology.ranks_per_node.
+    A name also matches by its last part: ranks_per_node finds topology.ranks_per_node. Not those of
+    fault.*, which nobody means who writes stepz.
     """
-    by_word = {name.rsplit(".", 1)[-1]: name for name in names} | {name: name for name in names}
+    names = list(names)
+    parts = {name.rsplit(".", 1)[-1]: name for name in names if not name.startswith("fault.")}
+    by_word = parts | {name: name for name in names}
     near = difflib.get_close_matches(word, by_word, n=1, cutoff=0.6)
     return f" (did you mean {by_word[near[0]]}?)" if near else ""
 

@@ -14,7 +14,7 @@ from comm.dispatch.base import DispatchOptions, DispatchSetup
 from comm.meter import Position, TrafficMeter
 from comm.placement import build_placement
 from comm.transport import Transport
-from comm.wire import WIRE_FORMATS
+from comm.wire import WIRE_FORMATS, as_bytes
 
 
 def who_am_i(world):
@@ -102,6 +102,21 @@ def exchange_poisoned(world, rows_to, groups=None):
     pending = transport.start_all_to_all(position, message, [("hidden", message)], out, rows_from)
     transport.staging("sent", 4096, 8).fill_(0xCD)  # there is time for other work meanwhile
     return rows_from, pending.wait().clone(), transport.meter.sent.sum(axis=(0, 1, 2))
+
+
+def exchange_types(world, dtypes):
+    """Values of types that gloo has no collectives for, there and back as bytes."""
+    transport, found = Transport(world, TrafficMeter(1, world.world_size)), []
+    for name in dtypes:
+        bits = torch.arange(256, dtype=torch.int32).view(torch.uint8)
+        values = bits.view(getattr(torch, name)).view(8, -1)  # any bit pattern, NaN as well
+        message = as_bytes(values)
+        splits = [len(message) // world.world_size] * world.world_size
+        position = Position(0, "dispatch")
+        transport.staging("received", *message.shape).fill_(0xAB)
+        got = transport.all_to_all(position, message, [("hidden", message)], splits, splits)
+        found.append((got.clone(), message))
+    return found
 
 
 def batch(world, tokens, top_k, width, num_experts, absent=0.0):

@@ -9,7 +9,7 @@ from moe.combinations import BELONGS_TO, useless_key, why_not
 from moe.conf_files import options
 from moe.config import compose
 from moe.routing.options import RouterOptions
-from moe.settings import MODES, Config, keys
+from moe.settings import MODES, Config, FaultConfig, keys
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +58,16 @@ def test_shards_reached_by_all_need_a_strategy_of_one_exchange(default, dispatch
 
 
 REFUSALS = [  # changes, what is said, the change that its advice leads to
+    (
+        {"fault": FaultConfig("kill", rank=8)},
+        "fault.rank=8: there are 8 ranks; nearest: 7",
+        {"fault": FaultConfig("kill", rank=7)},
+    ),
+    (
+        {"fault": FaultConfig("raise", phase="grad_sync")},
+        "fault.phase=grad_sync: this run has dispatch, combine; nearest: dispatch",
+        {"fault": FaultConfig("raise")},
+    ),
     (
         {"ep_size": 3},
         "ep_size=3: must divide the 8 ranks; nearest: 2",
@@ -204,7 +214,8 @@ def test_a_key_is_useless_with_every_choice_but_its_own(default, name):
 
 
 def test_other_keys_are_never_useless(default):
-    for name in set(keys()) - set(BELONGS_TO) - {"expert_tp_mode"}:
+    of_faults = {name for name in keys() if name.startswith("fault.")}  # tests/test_faults.py
+    for name in set(keys()) - set(BELONGS_TO) - {"expert_tp_mode"} - of_faults:
         assert useless_key(name, default) is None
 
 

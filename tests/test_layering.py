@@ -23,7 +23,9 @@ PURE = {
 # The first rule whose prefix matches holds.
 RULES: dict[str, tuple[str, ...]] = PURE | {
     "comm.meter": ("torch",),
-    "comm.world": ("torch", "comm.topology", "comm.tcp"),
+    "comm.notebook": ("comm.meter",),
+    "comm.post_mortem": ("torch", "comm.notebook"),
+    "comm.world": ("torch", "comm.notebook", "comm.post_mortem", "comm.tcp", "comm.topology"),
     "comm.barrier": (),
     "comm.header": ("comm.meter",),
     "comm.staging": ("torch",),
@@ -33,7 +35,7 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
         *("torch", "comm.header", "comm.meter", "comm.shm", "comm.staging", "comm.wire"),
         "comm.world",
     ),
-    "comm.spawn": ("torch", "comm.world"),
+    "comm.spawn": ("torch", "comm.notebook", "comm.post_mortem", "comm.world"),
     "comm.replicas": ("torch", "comm.permute", "comm.placement"),
     "comm.rebalance": ("torch", "comm.meter", "comm.placement", "comm.transport"),
     "comm.grad_sync": ("torch", "comm.meter", "comm.placement", "comm.transport", "comm.wire"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -136,7 +137,12 @@ def test_a_killed_rank_of_torchrun_is_named(tmp_path):
     finally:
         process.kill()
     assert process.returncode == 6
-    assert "rank 1 was killed by SIGKILL" in err
+    assert re.search(
+        r"^wideep: rank 1, step \d+, layer 0, forward \w+: killed by SIGKILL, perhaps out of"
+        r" memory: needed about [\d.]+ GiB here for 2 ranks, had [\d.]+ GiB$",
+        err,
+        re.MULTILINE,
+    )
     assert_gone(family)
     assert not (tmp_path / "out" / "run.json").exists()
 
@@ -152,7 +158,12 @@ def test_a_killed_rank_of_our_own_is_named(tmp_path):
     finally:
         process.kill()
     assert process.returncode == 6
-    assert "wideep: rank 1: killed by SIGKILL, perhaps out of memory" in err
+    assert err.count("\n") == 2 and re.match(
+        r"wideep: rank 1, step \d+, layer 0, forward \w+: killed by SIGKILL, perhaps out of memory"
+        r" \(1 other rank failed in consequence\): needed about [\d.]+ GiB here for 2 ranks,"
+        r" had [\d.]+ GiB\n",
+        err,
+    )
     assert_gone(family)
 
 

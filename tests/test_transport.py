@@ -61,6 +61,16 @@ def test_rows_arrive_from_their_sources_and_nothing_of_the_old_memory_does():
         assert sent.sum(axis=0).tolist() == by_destination
 
 
+def test_types_that_gloo_does_not_know_travel_as_bytes():
+    """Field case 24: each rank gets the same half from both."""
+    types = ("float8_e4m3fn", "float8_e5m2", "int16", "uint16", "bfloat16")
+    for rank, found in enumerate(run_ranks(rank_bodies.exchange_types, 2, types)):
+        assert len(found) == len(types)
+        for got, sent in found:
+            mine = sent[4 * rank : 4 * rank + 4]
+            assert torch.equal(got, torch.cat([mine, mine]))
+
+
 GROUPS = [[0, 2, 3], [1, 4, 5]]
 
 

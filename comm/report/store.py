@@ -82,14 +82,22 @@ def write_result(
     routing: ROUTING_ARRAYS by name (docs/run_record.md has their shapes) and "header", a
         dictionary that is stored as JSON text
     """
+    files: dict[str, Callable[[IO[bytes]], Any]] = {}
     if routing is not None:
-        write_whole(folder / "routing.npz", lambda file: _save_routing(file, routing))
-    write_whole(folder / "traffic.npz", lambda file: _save_traffic(file, traffic, acked))
+        files["routing.npz"] = lambda file: _save_routing(file, routing)
+    files["traffic.npz"] = lambda file: _save_traffic(file, traffic, acked)
     if csv:
         tiers = Topology(tuple(record["manifest"]["node_of_rank"])).tiers()
-        write_whole(folder / "traffic.csv", lambda file: _save_csv(file, traffic, tiers))
+        files["traffic.csv"] = lambda file: _save_csv(file, traffic, tiers)
     text = json.dumps(record, indent=1, allow_nan=False)
-    write_whole(folder / "run.json", lambda file: file.write(f"{text}\n".encode()))
+    files["run.json"] = lambda file: file.write(f"{text}\n".encode())
+    try:
+        for name, write in files.items():
+            write_whole(folder / name, write)
+    except BaseException:  # all of them or none
+        for name in files:
+            (folder / name).unlink(missing_ok=True)
+        raise
 
 
 def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def launch(config: Config) -> int:
     try:
         status = ranks.launch(emulate, config, folder)
     finally:
-        _remove_if_empty(folder)
+        _tidy(folder)
     if status == ranks.RANK_FAILED and folder.exists():
         print(f"wideep: what was counted until then is kept in {folder}", file=sys.stderr)
     return status
@@ -44,8 +44,10 @@ def _result_dir(config: Config) -> Path:
         raise ConfigError(str(error)) from error
 
 
-def _remove_if_empty(folder: Path) -> None:
-    """A run that was stopped before it counted anything leaves nothing."""
+def _tidy(folder: Path) -> None:
+    """A rank that was killed leaves no half a file, and a run that counted nothing no folder."""
+    for partial in folder.glob(".*.partial"):
+        partial.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # it has something in it
         folder.rmdir()
         if folder.parent == RESULTS:
@@ -60,6 +62,7 @@ def emulate(world: World, config: Config, folder: Path | None = None) -> int:
     from comm.report.console import render
     from comm.report.progress import progress
     from comm.report.store import write_result
+    from comm.spawn import signals_held
     from moe.check import all_gradient_errors
     from moe.judge import Case, judge
     from moe.manifest import gather_hosts, manifest
@@ -85,13 +88,14 @@ def emulate(world: World, config: Config, folder: Path | None = None) -> int:
             return 0
         about = manifest(plan, world, hosts, started)
         judgement = judge(plan, logs, case, gradients, about, folder, done.advance)
-    write_result(
-        folder,
-        judgement.record,
-        judgement.traffic,
-        acked=judgement.acked,
-        csv=config.traffic_csv,
-        routing=case.routing.file(plan) if config.record_routing else None,
-    )
+    with signals_held():  # a result is written whole
+        write_result(
+            folder,
+            judgement.record,
+            judgement.traffic,
+            acked=judgement.acked,
+            csv=config.traffic_csv,
+            routing=case.routing.file(plan) if config.record_routing else None,
+        )
     render(judgement.record)
     return judgement.status

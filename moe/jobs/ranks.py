@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import time
 import traceback
@@ -87,12 +88,13 @@ def run_rank(body: Callable[..., int], config: Config, *args: Any) -> int:
     from comm.notebook import Notebook
     from comm.world import join, leave
 
-    die_with_parent()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     notes = os.environ.get("WIDEEP_NOTES")  # a folder of moe.torchrun's, which reads them
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends at once, as by SIGTERM: others wait for it
+    die_with_parent(notes if local_rank == 0 else None)
     notebook = Notebook(rank, Path(notes) if notes else None)
     if notes and local_rank == 0:
         (Path(notes) / "memory").write_text(memory_in_words(config, local_world_size))
