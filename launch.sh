@@ -2,6 +2,9 @@
 # Sets up what WideEP needs, then runs it; from any folder, on Linux and macOS.
 #
 #   ./launch.sh [job] [key=value ...]     run a job (default: emulate) on ranks=8 processes here
+#   ./launch.sh nodes=2x4 [rate=1gbit] [key=value ...]
+#                                         2 nodes of 4 ranks here, each a network namespace with a
+#                                         link of its own (Linux; see docs/nodes.md)
 #   ./launch.sh test [pytest arguments]   run the tests
 #   ./launch.sh setup                     set up, and nothing else
 #   ./launch.sh --help                    this text, the jobs and the keys
@@ -74,6 +77,7 @@ run_job() {
     case $word in
       ranks=null) ranks=8 ;;
       ranks=*) ranks=${word#ranks=} ;;
+      nodes=* | rate=*) exec "$python" -m moe.nodes "$@" ;;
       job=*) job=${word#job=} ;;
     esac
   done

@@ -57,6 +57,8 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
         "comm.analytic.law",
     ),
     "moe.settings": ("moe.model", "moe.routing.options"),
+    "moe.netns": (),
+    "moe.nodes": ("moe.netns", "moe.settings"),  # nor torch: it only starts those who need it
     "moe.combinations": ("moe.settings", "moe.routing.options"),
     # What the predictions are told must not come from what they judge.
     "moe.facts": ("moe.plan", "comm.analytic", "comm.placement"),
