@@ -21,6 +21,7 @@ from comm.analytic.oracle import ExactTraffic, exact_traffic
 from comm.analytic.paths import answered_pairs
 from comm.analytic.run import RunShape
 from comm.analytic.traffic import ExpectedTraffic, expected_traffic
+from comm.interfaces import between_hosts, interfaces_verdict
 from comm.meter import Traffic
 from comm.report.record import RunInputs, build_record
 from comm.verdict import (
@@ -71,6 +72,8 @@ def judge(
     expected, reason = _expected(plan, run)
     errors = output_errors(plan, logs, case, progress)
     limits = bounds(plan)
+    sent = traffic.bytes.sum(axis=(0, 1, 2, 3))
+    hosts = between_hosts([log.seen for log in logs], sent, traffic.collectives)
     verdicts = [
         exact_verdict(traffic, exact),
         conserved_verdict(traffic, answered_pairs(run), plan.training),
@@ -78,6 +81,7 @@ def judge(
         if expected is None
         else expected_verdict(traffic, tiers, expected),
         *_correctness(plan, errors, gradients, limits),
+        *([interfaces_verdict(hosts, manifest["backend"])] if hosts else []),
     ]
     record = build_record(
         RunInputs(
@@ -109,6 +113,7 @@ def judge(
             },
             wire_errors=wire_errors(plan, logs),
             placement=placement_report(run, routing) if plan.replicates else None,
+            interfaces=hosts,
         )
     )
     return Judgement(record, traffic)

@@ -6,6 +6,7 @@ measured steps: forward, and in training backward, and gradients synchronised
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,10 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from comm.interfaces import Seen, watch
 from comm.meter import KINDS, Position, TrafficMeter
 from comm.placement import ExpertPlacement
 from comm.report.events import EventLog
-from comm.world import World
+from comm.world import World, own_node
 from moe.assemble import Roads, build_layers, rebalance
 from moe.layer import LayerOutput, MoELayer, pre_norm
 from moe.plan import Plan
@@ -53,6 +55,7 @@ class RankLog:
     samples: by layer, where the reference is wanted, else empty
     gradients: by layer, of this rank's weights after they were synchronised, in training
     num_dropped: choices that found no room, all layers and steps
+    seen: of the host's network interface
     """
 
     meter: TrafficMeter
@@ -64,6 +67,7 @@ class RankLog:
     num_dropped: int
     experts_seconds: float
     step_seconds: float
+    seen: Seen
 
 
 class Stopwatch:
@@ -122,6 +126,8 @@ def measure(
         meter.enabled = False
         for step in range(config.warmup):
             run.warm_up(config.steps + step)
+        host = own_node(world, None, os.environ)
+        seen = watch(host, lambda: world.all_digests(""))  # which is a barrier
         meter.enabled, meter.on_phase = True, (events := EventWriter(log, meter))
         if plan.rebalances:
             placements, layers = rebalance(plan, world, roads, run.layers, run.choices())
@@ -130,7 +136,7 @@ def measure(
         for events.step in range(config.steps):
             run.step(events.step)
         meter.on_phase = None
-    return run.log(meter), run.gradients
+    return run.log(meter, seen()), run.gradients
 
 
 class _Run:
@@ -187,7 +193,7 @@ class _Run:
                 if self.plan.training:
                     self.gradients[index] = local_gradients(self.layers[index])
 
-    def log(self, meter: TrafficMeter) -> RankLog:
+    def log(self, meter: TrafficMeter, seen: Seen) -> RankLog:
         """What rank 0 is told."""
         return RankLog(
             meter=meter,
@@ -199,6 +205,7 @@ class _Run:
             num_dropped=sum(out.num_dropped for step in self._outputs for out in step),
             experts_seconds=self._experts.seconds,
             step_seconds=self._seconds,
+            seen=seen,
         )
 
     def _forward(self, step: int) -> tuple[list[Tensor], list[LayerOutput], Tensor]:

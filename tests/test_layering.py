@@ -35,6 +35,7 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
     ),
     "comm.analytic": ("comm.analytic", "comm.topology"),
     "comm.verdict": ("comm.analytic",),
+    "comm.interfaces": ("comm.verdict",),
     "comm.report": ("rich", "comm.report", "comm.topology", "comm.analytic.rows"),
     "moe.version": (),
     "moe.philox": (),

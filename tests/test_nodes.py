@@ -135,7 +135,22 @@ def test_nodes_see_each_other_and_their_own_ranks(tmp_path):
     assert about["node_of_rank"] == [0, 1, 2] and about["node_source"] == "reported by the ranks"
     assert about["hosts"] == ["node0", "node1", "node2"]
     assert about["environment"]["GLOO_SOCKET_IFNAME"] == netns.INTERFACE
+    verdicts = {one["name"]: one["state"] for one in record["verdicts"]}
+    assert verdicts["exact"] == "EXACT" and verdicts["interfaces"] == "WITHIN"
     assert_gone(tmp_path)
+
+
+@needs_nodes
+def test_interfaces_see_what_was_counted(tmp_path):
+    """Messages of 1 MB: within 1 %. Every byte that leaves a node passes its interface."""
+    words = ["nodes=2x1", "tokens=512", "scale.hidden_size=2048", "reference=false"]
+    process = start(tmp_path, *words, "output_dir=out", "dispatcher=all_to_all")
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "") and "interfaces   WITHIN" in out
+    hosts = json.loads((tmp_path / "out" / "run.json").read_text())["interfaces"]
+    for host in hosts:
+        assert host["counted_bytes"] > 8e6
+        assert 1 <= host["sent_bytes"] / host["counted_bytes"] <= 1.01
 
 
 def python_for_everyone() -> tuple[str, dict[str, str]] | None:

@@ -31,6 +31,7 @@ COMPARISONS = {
     "expected": "bytes counted against the law that the router follows",
     "correctness": "outputs against a dense network in one process",
     "gradients": "gradients against the dense network's own",
+    "interfaces": "bytes counted between hosts against those that their interfaces sent",
 }
 
 

@@ -35,6 +35,7 @@ class RunInputs:
     choices: experts chosen, and how many of them found no room, counted and predicted
     wire_errors: phase -> relative rms error of the format in this run's rows
     placement: what replicas and balancing did for the load; None where nothing was balanced
+    interfaces: of each host what was counted leaving it and what it sent; () for one host
     """
 
     manifest: Mapping[str, Any]
@@ -55,6 +56,7 @@ class RunInputs:
     choices: Mapping[str, int] = field(default_factory=dict)
     wire_errors: Mapping[str, float] = field(default_factory=dict)
     placement: Mapping[str, Any] | None = None
+    interfaces: Sequence[Mapping[str, Any]] = ()
 
 
 def build_record(run: RunInputs) -> dict[str, Any]:
@@ -84,6 +86,7 @@ def build_record(run: RunInputs) -> dict[str, Any]:
             "choices": run.choices,
             "wire_errors": run.wire_errors,
             "placement": run.placement,
+            "interfaces": run.interfaces,
             "layers": list(_layer_rows(tally)),
         }
     )
