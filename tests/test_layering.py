@@ -60,6 +60,7 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
     "moe.settings": ("moe.model", "moe.routing.options"),
     "moe.netns": (),
     "moe.nodes": ("moe.netns", "moe.settings"),  # nor torch: it only starts those who need it
+    "moe.machines": ("moe.settings",),
     "moe.combinations": ("moe.settings", "moe.routing.options"),
     # What the predictions are told must not come from what they judge.
     "moe.facts": ("moe.plan", "comm.analytic", "comm.placement"),
