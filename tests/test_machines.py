@@ -1,6 +1,11 @@
 """From what a launcher says of the machines to the command that each of them becomes."""
 
+import json
+import os
+import socket
+import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -9,6 +14,7 @@ from moe import machines
 from moe.machines import ranks_here, slurm_command, tasks_of_node, torchrun_command
 from moe.settings import ConfigError, UnfitError
 
+ROOT = Path(__file__).parent.parent
 OWN = "192.0.2.7"  # of this machine, towards the others, in these tests
 STEP = {
     "SLURM_JOB_ID": "12",
@@ -137,3 +143,37 @@ def test_tasks_as_slurm_writes_them():
     assert [tasks_of_node("2(x3),1", node) for node in range(4)] == [2, 2, 2, 1]
     with pytest.raises(UnfitError, match="SLURM_STEP_TASKS_PER_NODE=x"):
         tasks_of_node("x", 0)
+
+
+@pytest.mark.parametrize("way", ["by hand", "elastic"])
+def test_two_torchruns_are_one_run(tmp_path, way):
+    """Both on this machine, so over the loopback: which has to be asked for."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    if way == "elastic":
+        meet = {"RDZV_ENDPOINT": f"127.0.0.1:{port}", "RDZV_ID": "test"}
+    outer = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "WIDEEP_STATUS_FILE")
+    environ = {name: value for name, value in os.environ.items() if name not in outer}
+    environ |= {"NNODES": "2", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} | meet
+    environ |= {"PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR", "NPROC_PER_NODE": "1"}
+    words = ["layers=1", "tokens=8", "warmup=0", "scale.hidden_size=64", "output_dir=out"]
+    agents = [
+        subprocess.Popen(
+            [sys.executable, "-m", "moe.machines", *words],
+            cwd=tmp_path,
+            env=environ | {"NODE_RANK": str(node)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    ended = [agent.communicate(timeout=90) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], ended
+    record = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert record["manifest"]["node_of_rank"] == [0, 1]
+    (verdict,) = [one for one in record["verdicts"] if one["name"] == "interfaces"]
+    assert verdict["state"] == "NOT_AVAILABLE" and "are one machine" in verdict["reason"]
