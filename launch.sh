@@ -2,6 +2,12 @@
 # Sets up what WideEP needs, then runs it; from any folder, on Linux and macOS.
 #
 #   ./launch.sh [job] [key=value ...]     run a job (default: emulate) on ranks=8 processes here
+#   ./launch.sh nodes=2x4 [rate=1gbit] [key=value ...]
+#                                         2 nodes of 4 ranks here, each a network namespace with a
+#                                         link of its own (Linux; see docs/nodes.md)
+#   sbatch launch.sh [job] [key=value ...]     in Slurm; srun, too
+#   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 ./launch.sh [job] [key=value ...]
+#                                         on each of several machines; or RDZV_ENDPOINT=host:port
 #   ./launch.sh test [pytest arguments]   run the tests
 #   ./launch.sh setup                     set up, and nothing else
 #   ./launch.sh --help                    this text, the jobs and the keys
@@ -16,6 +22,9 @@
 # The exit status is the run's own (see --help); 7 when the set-up fails.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
+if [ ! -e "$root/pyproject.toml" ] && [ -n "${SLURM_JOB_ID:-}" ]; then # sbatch runs a copy
+  root=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\(.*\)\/launch\.sh.*/\1/p')
+fi
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 fail() {
@@ -68,16 +77,22 @@ set_up() { # leaves the interpreter to use in $python
   echo "$wanted" > "$stamp" # last, so that an interrupted set-up is done again
 }
 
+several_machines() { # whether the surroundings say that there are more than this one
+  [ -n "${NNODES:-}${PET_NNODES:-}${RDZV_ENDPOINT:-}${SLURM_JOB_ID:-}" ]
+}
+
 run_job() {
   local word ranks=8 job=emulate
   for word in "$@"; do
     case $word in
       ranks=null) ranks=8 ;;
       ranks=*) ranks=${word#ranks=} ;;
+      nodes=* | rate=*) exec "$python" -m moe.nodes "$@" ;;
       job=*) job=${word#job=} ;;
     esac
   done
   case ${1:-} in *=*) ;; ?*) job=$1 ;; esac
+  if [ "$job" != predict ] && several_machines; then exec "$python" -m moe.machines "$@"; fi
   "$python" -m moe --check "$@" || exit # with the status of the check, before any rank starts
   # Forked ranks share one torch: quicker to come, for bench, and the only way to have many here.
   case "$job" in bench | predict | doctor) exec "$python" -m moe "$@" ;; esac

@@ -1,55 +1,147 @@
-"""Bytes that went over the network interfaces of this host, as the kernel counts them.
+"""What the network interfaces say was sent between hosts: the witness of whole machines.
 
-A bracket for what a run counts, not an equal of it: of everything on the host, and with the framing
-of Ethernet, IP and TCP. A network namespace has interfaces, and counters, of its own.
+An interface counts all that passes it, framing and acknowledgements included, and whatever else the
+machine sends: hence a bracket, counted <= sent <= counted + 1 % + so much a message, whose upper
+end holds only where nobody else uses the interface (`own`). Linux only.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-NETWORK = Path("/sys/class/net")
-INFINIBAND = Path("/sys/class/infiniband")
-WORD_BYTES = 4  # InfiniBand's port counters count words
+import numpy as np
+
+from comm.verdict import State, Verdict, not_available
+
+# Not /sys/class/net, which shows the namespace that /sys was mounted in.
+COUNTERS = Path("/proc/self/net/dev")
+FRAMING = 0.01  # of the bytes, for segments of full size; 0.3 % is usual
+MESSAGE_BYTES = 1024  # headers of gloo, frames and acknowledgements of a small message
+FEW_BYTES = 64 * 1024  # of those who keep in touch: agents, barriers, neighbours
 
 
 @dataclass(frozen=True)
-class Counters:
-    """Bytes sent and received since the interface is there; a difference: meanwhile."""
+class Seen:
+    """What one rank saw of its host's interface while the metered traffic passed.
 
-    sent: int
-    received: int
-
-    def __sub__(self, before: Counters) -> Counters:
-        return Counters(self.sent - before.sent, self.received - before.received)
-
-
-def read_interfaces(network: Path = NETWORK, infiniband: Path = INFINIBAND) -> dict[str, Counters]:
-    """By name ("eth0", "lo"; InfiniBand "mlx5_0/1", device and port); empty where there are none.
-
-    An interface that goes away while it is read is left out.
+    host: in words; equal words, equal host. machine: equal where two hosts are one after all
+    interface: its name; "" where none is known. own: nobody else's traffic is on it
     """
-    found = {}
-    for folder in _folders(network, "*/statistics"):
-        found[folder.parent.name] = _counters(folder, "tx_bytes", "rx_bytes", 1)
-    for folder in _folders(infiniband, "*/ports/*/counters"):
-        port = f"{folder.parents[2].name}/{folder.parent.name}"
-        found[port] = _counters(folder, "port_xmit_data", "port_rcv_data", WORD_BYTES)
-    return {name: counters for name, counters in found.items() if counters is not None}
+
+    host: str
+    machine: str
+    interface: str = ""
+    own: bool = False
+    sent_bytes: int = 0
+    received_bytes: int = 0
 
 
-def traffic_between(before: dict[str, Counters], after: dict[str, Counters]) -> dict[str, Counters]:
-    """What each interface that was there both times carried."""
-    return {name: after[name] - before[name] for name in after if name in before}
+def chosen_interface(environ: Mapping[str, str] = os.environ) -> str:
+    """The interface that gloo was told to use, where it has counters; else ""."""
+    name = environ.get("GLOO_SOCKET_IFNAME", "")
+    return name if read_counters(name) is not None else ""
 
 
-def _folders(root: Path, pattern: str) -> list[Path]:
-    return sorted(folder for folder in root.glob(pattern) if folder.is_dir())
-
-
-def _counters(folder: Path, sent: str, received: str, unit: int) -> Counters | None:
+def read_counters(interface: str, file: Path = COUNTERS) -> tuple[int, int] | None:
+    """(bytes sent, bytes received) by an interface since it is there; None for none such."""
     try:
-        return Counters(*(unit * int((folder / name).read_text()) for name in (sent, received)))
-    except (OSError, ValueError):
+        lines = file.read_text(encoding="ascii").splitlines()
+    except OSError:
         return None
+    for line in lines:
+        name, colon, figures = line.partition(":")
+        if colon and name.strip() == interface:
+            fields = figures.split()  # 8 of what was received, then 8 of what was sent
+            return int(fields[8]), int(fields[0])
+    return None
+
+
+def watch(
+    host: str, meet: Callable[[], object], environ: Mapping[str, str] = os.environ
+) -> Callable[[], Seen]:
+    """Read the counters now, and once more when the answer is called; collectives, both.
+
+    meet: returns when all ranks have called it: what comes before and after is not counted
+    """
+    interface, machine = chosen_interface(environ), _machine()
+    meet()
+    before = read_counters(interface) or (0, 0)
+    meet()
+
+    def seen() -> Seen:
+        meet()
+        after = read_counters(interface) or (0, 0)
+        meet()
+        sent, received = after[0] - before[0], after[1] - before[1]
+        own = "WIDEEP_OWN_LINK" in environ
+        return Seen(host, machine, interface, own, sent, received)
+
+    return seen
+
+
+def _machine() -> str:
+    """Processes with the same words share their network interfaces."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return boot + os.readlink("/proc/self/ns/net")
+    except OSError:
+        return ""
+
+
+def between_hosts(seen: Sequence[Seen], sent: np.ndarray, collectives: int) -> list[dict[str, Any]]:
+    """Of each host what was counted leaving it and what its interface sent; [] for one host.
+
+    seen: of each rank; sent: [R, R] counted bytes; collectives: that a rank took part in
+    """
+    hosts = np.array([one.host for one in seen])
+    away = hosts[:, None] != hosts[None, :]  # [src, dst]
+    found = []
+    for host in dict.fromkeys(hosts.tolist()) if away.any() else ():
+        leaving = away & (hosts == host)[:, None]
+        first = seen[int(np.argmax(hosts == host))]
+        counted = int(sent[leaving].sum())
+        room = FRAMING * counted + MESSAGE_BYTES * collectives * int(leaving.sum()) + FEW_BYTES
+        found.append({**asdict(first), "counted_bytes": counted, "bound_bytes": int(room)})
+    return found
+
+
+def interfaces_verdict(hosts: Sequence[Mapping[str, Any]], backend: str = "gloo") -> Verdict:
+    """Whether every host's interface sent what was counted, and little more.
+
+    hosts: from `between_hosts`, at least two
+    """
+    if reason := _why_not(hosts, backend):
+        return not_available("interfaces", reason)
+    worst = min(hosts, key=_room)
+    counted, sent = (sum(host[name] for host in hosts) for name in ("counted_bytes", "sent_bytes"))
+    state = State.WITHIN if _room(worst) >= 0 else State.OUTSIDE
+    more, judged = (100 * (sent / counted - 1) if counted else 0.0), all(h["own"] for h in hosts)
+    reason = f"{len(hosts)} hosts sent {sent:,} B for {counted:,} B counted, {more:+.2f} %"
+    reason += " for framing" if judged else "; other traffic of these machines is in it"
+    if state is State.OUTSIDE:
+        reason = (
+            f"{worst['host']}: {worst['counted_bytes']:,} B were counted leaving it and"
+            f" {worst['interface']} sent {worst['sent_bytes']:,} B; allowed are"
+            f" {worst['bound_bytes']:,} B more, and none less"
+        )
+    return Verdict("interfaces", state, sent, counted, worst["bound_bytes"], reason)
+
+
+def _room(host: Mapping[str, Any]) -> int:
+    """Bytes to the nearer end of the bracket; negative outside."""
+    more = host["sent_bytes"] - host["counted_bytes"]
+    return min(more, host["bound_bytes"] - more) if host["own"] else more
+
+
+def _why_not(hosts: Sequence[Mapping[str, Any]], backend: str) -> str:
+    if backend != "gloo":
+        return f"backend={backend} has ways of its own between hosts"
+    if len({host["machine"] for host in hosts}) < len(hosts):
+        return "several of the nodes are one machine: their traffic passes no interface"
+    if without := [host["host"] for host in hosts if not host["interface"]]:
+        return f"{without[0]}: no interface with counters; set GLOO_SOCKET_IFNAME"
+    return ""

@@ -296,15 +296,19 @@ def _gather(group: RankGroup, value: object) -> list:
 
 
 def _machine() -> tuple[str, str]:
-    """Two processes with the same value can see each other in /proc and share memory."""
+    """Two processes with the same value can see each other in /proc and share memory.
+
+    Those in different network namespaces could, but stand for nodes that cannot (moe.netns).
+    """
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        return file.read().strip(), os.readlink("/proc/self/ns/pid")
+        boot = file.read().strip()
+    return boot, os.readlink("/proc/self/ns/pid") + os.readlink("/proc/self/ns/net")
 
 
 def _check_machines(ranks: Sequence[int], machines: Sequence[tuple[str, str]]) -> None:
     for rank, machine in zip(ranks, machines, strict=True):
         if machine != machines[0]:
-            where = "machine" if machine[0] != machines[0][0] else "container (pid namespace)"
+            where = "machine" if machine[0] != machines[0][0] else "node or container (namespace)"
             raise ValueError(
                 f"dispatcher=one_sided needs all ranks of a group on one machine, and rank {rank}"
                 f" is on another {where} than rank {ranks[0]}; use another dispatcher or a smaller"

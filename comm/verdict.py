@@ -38,6 +38,7 @@ EXIT_STATUS = {
     "correctness": 4,
     "gradients": 4,
     "kernel": 5,
+    "interfaces": 5,
 }
 
 

@@ -22,6 +22,7 @@ from comm.analytic.oracle import ExactTraffic, exact_traffic
 from comm.analytic.paths import answered_pairs
 from comm.analytic.run import RunShape
 from comm.analytic.traffic import ExpectedTraffic, expected_traffic
+from comm.interfaces import between_hosts, interfaces_verdict
 from comm.meter import Traffic
 from comm.reconcile import reconcile
 from comm.report.record import RunInputs, build_record
@@ -76,11 +77,9 @@ def judge(
     expected, reason = _expected(plan, run)
     errors = output_errors(plan, logs, case, progress)
     limits = bounds(plan)
-    kernel = reconcile(
-        [log.kernel for log in logs],
-        [log.meter.carried for log in logs],
-        traffic.bytes.sum(axis=(0, 1, 2, 3)),
-    )
+    sent = traffic.bytes.sum(axis=(0, 1, 2, 3))
+    kernel = reconcile([log.kernel for log in logs], [log.meter.carried for log in logs], sent)
+    hosts = between_hosts([log.seen for log in logs], sent, traffic.collectives)
     verdicts = [
         exact_verdict(traffic, exact),
         conserved_verdict(traffic, answered_pairs(run), plan.training),
@@ -89,6 +88,7 @@ def judge(
         else expected_verdict(traffic, tiers, expected),
         *_correctness(plan, errors, gradients, limits),
         kernel.verdict,
+        *([interfaces_verdict(hosts, manifest["backend"])] if hosts else []),
     ]
     record = build_record(
         RunInputs(
@@ -121,6 +121,7 @@ def judge(
             wire_errors=wire_errors(plan, logs),
             placement=placement_report(run, routing) if plan.replicates else None,
             kernel=kernel.summary,
+            interfaces=hosts,
         )
     )
     return Judgement(record, traffic, kernel.acked)

@@ -6,6 +6,7 @@ measured steps: forward, and in training backward, and gradients synchronised
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,12 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from comm.interfaces import Seen, watch
 from comm.kernel import KernelWitness
 from comm.meter import KINDS, Position, TrafficMeter
 from comm.placement import ExpertPlacement
 from comm.reconcile import KernelLog
 from comm.report.events import EventLog
-from comm.world import World
+from comm.world import World, own_node
 from moe.assemble import Roads, build_layers, rebalance
 from moe.faults import listener
 from moe.layer import LayerOutput, MoELayer, pre_norm
@@ -56,6 +58,7 @@ class RankLog:
     samples: by layer, where the reference is wanted, else empty
     gradients: by layer, of this rank's weights after they were synchronised, in training
     num_dropped: choices that found no room, all layers and steps
+    seen: of the host's network interface
     kernel: what the kernel says was sent, of the steps that the meter counted
     """
 
@@ -68,6 +71,7 @@ class RankLog:
     num_dropped: int
     experts_seconds: float
     step_seconds: float
+    seen: Seen
     kernel: KernelLog = KernelLog(reason="nobody asked")
 
 
@@ -132,6 +136,8 @@ def measure(
             run.warm_up(config.steps + notebook.step)
         notebook.warmup, notebook.step = False, 0
         witness.begin()
+        host = own_node(world, None, os.environ)
+        seen = watch(host, lambda: world.all_digests(""))  # which is a barrier
         meter.enabled, meter.on_phase = True, (events := EventWriter(log, meter))
         if plan.rebalances:
             placements, layers = rebalance(plan, world, roads, run.layers, run.choices())
@@ -142,7 +148,7 @@ def measure(
             run.step(events.step)
         meter.on_phase = meter.on_begin = None
     notebook.rest()
-    return replace(run.log(meter), kernel=witness.end()), run.gradients
+    return replace(run.log(meter, seen()), kernel=witness.end()), run.gradients
 
 
 def _why_unseen(plan: Plan, world: World) -> str:
@@ -212,7 +218,7 @@ class _Run:
                 if self.plan.training:
                     self.gradients[index] = local_gradients(self.layers[index])
 
-    def log(self, meter: TrafficMeter) -> RankLog:
+    def log(self, meter: TrafficMeter, seen: Seen) -> RankLog:
         """What rank 0 is told."""
         return RankLog(
             meter=meter,
@@ -224,6 +230,7 @@ class _Run:
             num_dropped=sum(out.num_dropped for step in self._outputs for out in step),
             experts_seconds=self._experts.seconds,
             step_seconds=self._seconds,
+            seen=seen,
         )
 
     def _forward(self, step: int) -> tuple[list[Tensor], list[LayerOutput], Tensor]:

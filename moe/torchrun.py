@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe.settings import RANK_FAILED
+from moe.settings import RANK_FAILED, UNFIT, USAGE_ERROR
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,13 +27,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ["WIDEEP_NOTES"] = folder
         tempfile.tempdir = folder  # of this process: torchrun leaves its folder of logs behind
         status = _torchrun(sys.argv[1:] if arguments is None else arguments, Path(folder))
-        if status != RANK_FAILED or not left.exists():
+        if status not in (RANK_FAILED, UNFIT, USAGE_ERROR) or not left.exists():
             return status
         return int(left.read_text(encoding="utf-8")) or status  # 0: another rank failed, later
 
 
 def _torchrun(arguments: Sequence[str], notes: Path) -> int:
-    """0, RANK_FAILED, or 128 + the signal that ended torchrun itself."""
+    """0, what the first rank to fail says of it, or 128 + the signal that ended torchrun itself."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
@@ -49,7 +49,8 @@ def _torchrun(arguments: Sequence[str], notes: Path) -> int:
             if (results := notes / "results").exists():
                 kept = results.read_text(encoding="utf-8")
                 print(f"wideep: what was counted until then is kept in {kept}", file=sys.stderr)
-        return RANK_FAILED
+        # What all ranks refuse, they refuse alike: true of a machine without rank 0, too.
+        return failure.exitcode if failure.exitcode in (USAGE_ERROR, UNFIT) else RANK_FAILED
     return 0
 
 

@@ -172,6 +172,7 @@ def sample_inputs(
         },
         placement=_placed(run) if placement in ("balance", "file") else None,
         kernel=_acknowledged(traffic),
+        interfaces=[_interface(node) for node in range(2)] if ranks_per_node < ranks else (),
     )
 
 
@@ -306,6 +307,13 @@ def _errors(layer: int, training: bool) -> dict[str, Any]:
     if training:
         errors |= {"gradient_error": 4e-3, "worst_gradient": "experts.down, rank 0"}
     return errors
+
+
+def _interface(node: int) -> dict[str, Any]:
+    """What a host's interface saw, as comm.interfaces has it."""
+    words = {"host": f"host {node}", "machine": f"machine {node}", "interface": "eth0"}
+    sent = {"sent_bytes": 1003, "received_bytes": 1004, "counted_bytes": 1000, "bound_bytes": 10}
+    return {**words, "own": True, **sent}
 
 
 def _placed(run: RunShape) -> dict[str, Any]:

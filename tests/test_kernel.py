@@ -15,7 +15,6 @@ from emulate_runs import Runs
 from kernel_bodies import kernel_runs
 
 from comm import kernel, tcp
-from comm.interfaces import Counters, read_interfaces, traffic_between
 from comm.reconcile import GroupLog, KernelLog, Law, calibration, reconcile
 from comm.spawn import run_ranks
 
@@ -234,30 +233,3 @@ def test_a_kernel_that_counts_nothing_gives_no_verdict():
         log.groups[0].calibration[:] = 0
     verdict = reconcile(logs, carried, counted).verdict
     assert verdict.state == "NOT_AVAILABLE" and "leaves tcpi_bytes_acked at 0" in verdict.reason
-
-
-# -- interfaces ------------------------------------------------------------------------------------
-
-
-def test_interfaces_are_a_bracket():
-    before = read_interfaces()
-    server = socket.create_server(("127.0.0.1", 0))
-    with server, socket.create_connection(server.getsockname()) as near:
-        far, _ = server.accept()
-        with far:
-            near.sendall(b"x" * 50_000)
-            assert far.recv(50_000, socket.MSG_WAITALL)
-    lo = traffic_between(before, read_interfaces())["lo"]
-    assert lo.sent >= 50_000 and lo.received >= 50_000
-
-
-def test_counters_of_infiniband_are_words(tmp_path):
-    port = tmp_path / "ib" / "mlx5_0" / "ports" / "1" / "counters"
-    port.mkdir(parents=True)
-    (port / "port_xmit_data").write_text("25\n")
-    (port / "port_rcv_data").write_text("7\n")
-    broken = tmp_path / "net" / "eth9" / "statistics"
-    broken.mkdir(parents=True)
-    found = read_interfaces(tmp_path / "net", tmp_path / "ib")
-    assert found == {"mlx5_0/1": Counters(100, 28)}
-    assert traffic_between({}, found) == {}

@@ -34,7 +34,8 @@ def launch(tmp_path):
     fake.chmod(0o755)
     notes = tmp_path / "notes"
     clean = {name: value for name, value in os.environ.items() if not name.startswith("FAKE_")}
-    for name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "CONDA_PREFIX"):
+    outer = ("NNODES", "PET_NNODES", "RDZV_ENDPOINT", "SLURM_JOB_ID")
+    for name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "CONDA_PREFIX", *outer):
         clean.pop(name, None)
 
     def run(*words: str, script: Path = SCRIPT, **environment: str):
@@ -88,6 +89,31 @@ def test_bench_starts_its_ranks_itself(launch):
         done, notes = launch(*words)
         assert done.returncode == 0, done.stderr
         assert notes == f"OMP_NUM_THREADS=1 -m moe {' '.join(words)}\n"
+
+
+def test_nodes_and_machines_have_starters_of_their_own(launch):
+    _, notes = launch("dispatcher=two_hop", "nodes=2x4")
+    assert notes == "OMP_NUM_THREADS=1 -m moe.nodes dispatcher=two_hop nodes=2x4\n"
+    _, notes = launch("rate=1gbit")  # which moe.nodes refuses
+    assert notes == "OMP_NUM_THREADS=1 -m moe.nodes rate=1gbit\n"
+    for name in ("NNODES", "PET_NNODES", "RDZV_ENDPOINT", "SLURM_JOB_ID"):
+        _, notes = launch("ranks=4", **{name: "2"})
+        assert notes == "OMP_NUM_THREADS=1 -m moe.machines ranks=4\n", name
+        _, notes = launch("predict", "ep_size=4", **{name: "2"})
+        assert notes == "OMP_NUM_THREADS=1 -m moe predict ep_size=4\n", name
+
+
+def test_a_copy_that_slurm_made_finds_its_folder(launch, checkout, tmp_path):
+    copy = tmp_path / "spool" / "slurm_script"
+    copy.parent.mkdir()
+    shutil.copy(SCRIPT, copy)
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "   Command={checkout} ranks=2"\n')
+    scontrol.chmod(0o755)
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    done, notes = launch("ranks=2", script=copy, SLURM_JOB_ID="7", PATH=path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert notes == "OMP_NUM_THREADS=1 -m moe.machines ranks=2\n"
 
 
 def test_a_wrong_configuration_starts_no_rank(launch):

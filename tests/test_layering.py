@@ -49,6 +49,7 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
     # The witness and its judge know neither the meter nor a prediction.
     "comm.reconcile": ("comm.verdict",),
     "comm.kernel": ("torch", "comm.tcp", "comm.reconcile", "comm.world"),
+    "comm.interfaces": ("comm.verdict",),
     "comm.report": ("rich", "comm.report", "comm.topology", "comm.analytic.rows"),
     "moe.version": (),
     "moe.philox": (),
@@ -71,6 +72,9 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
         "comm.analytic.law",
     ),
     "moe.settings": ("moe.model", "moe.routing.options"),
+    "moe.netns": (),
+    "moe.nodes": ("moe.netns", "moe.settings"),  # nor torch: it only starts those who need it
+    "moe.machines": ("moe.settings",),
     "moe.combinations": ("moe.settings", "moe.routing.options"),
     # What the predictions are told must not come from what they judge.
     "moe.facts": ("moe.plan", "comm.analytic", "comm.placement"),

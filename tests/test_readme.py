@@ -34,6 +34,7 @@ from moe.cli import STATUSES
 from moe.conf_files import options
 from moe.config import compose
 from moe.facts import run_shape
+from moe.nodes import read_layout
 from moe.plan import plan_on
 from moe.routing import SOURCES
 from moe.settings import REPLICA_CHOICES, keys
@@ -66,7 +67,7 @@ LISTED = {  # document -> the options that it must explain
     "placement": (*options("placement"), *REPLICA_CHOICES),
 }
 NO_JOB = {"pip": ["install -e ."], ".venv/bin/ruff": ["check .", "format ."]}
-NO_KEY = {"law"}  # an argument in Python, spelled like a key
+NO_KEY = {"law", "nodes", "rate"}  # an argument in Python, and words of launch.sh
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -104,6 +105,9 @@ def words_of(command: str) -> tuple[list[str], str | None] | None:
         assert " ".join(rest) in NO_JOB[head]
         return None
     assert head in ("./launch.sh", "wideep"), f"{command}: no test knows this command"
+    if head == "./launch.sh" and any(word.startswith("nodes=") for word in rest):
+        layout = read_layout(rest)
+        return list(layout.words), str(layout.world_size)
     return rest, None
 
 

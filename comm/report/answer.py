@@ -32,6 +32,7 @@ COMPARISONS = {
     "correctness": "outputs against a dense network in one process",
     "gradients": "gradients against the dense network's own",
     "kernel": "bytes counted against bytes that TCP acknowledged",
+    "interfaces": "bytes counted between hosts against those that their interfaces sent",
 }
 
 

@@ -36,6 +36,7 @@ class RunInputs:
     wire_errors: phase -> relative rms error of the format in this run's rows
     placement: what replicas and balancing did for the load; None where nothing was balanced
     kernel: what TCP acknowledged in each group; None where the kernel was not asked
+    interfaces: of each host what was counted leaving it and what it sent; () for one host
     """
 
     manifest: Mapping[str, Any]
@@ -57,6 +58,7 @@ class RunInputs:
     wire_errors: Mapping[str, float] = field(default_factory=dict)
     placement: Mapping[str, Any] | None = None
     kernel: Mapping[str, Any] | None = None
+    interfaces: Sequence[Mapping[str, Any]] = ()
 
 
 def build_record(run: RunInputs) -> dict[str, Any]:
@@ -87,6 +89,7 @@ def build_record(run: RunInputs) -> dict[str, Any]:
             "wire_errors": run.wire_errors,
             "placement": run.placement,
             "kernel": run.kernel,
+            "interfaces": run.interfaces,
             "layers": list(_layer_rows(tally)),
         }
     )
