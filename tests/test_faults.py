@@ -307,6 +307,8 @@ def test_an_event_that_does_not_fit_is_taken_back(tmp_path, monkeypatch):
     with pytest.raises(CannotWrite, match=r"events.rank0.jsonl: No space left on device"):
         log.append(step=1, sent=np.array([[10, 20]]), **event)
     assert (tmp_path / "events.rank0.jsonl").read_bytes() == before
+    monkeypatch.undo()
+    log.close()
 
 
 # -- notes -----------------------------------------------------------------------------------------
