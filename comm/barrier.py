@@ -35,7 +35,11 @@ SPIN_S = 50e-6
 
 
 class RankLost(ConnectionError):
-    """Another rank ended, or did not come in time."""
+    """Another rank ended, or did not come in time. ended: the former, and the message names it"""
+
+    def __init__(self, message: str, ended: bool = False) -> None:
+        super().__init__(message)
+        self.ended = ended
 
 
 def refusal() -> str | None:
@@ -148,7 +152,7 @@ class Barrier:
         ] or list(self._peers)  # all have said so, but one ended before it was counted
         ended = [peer for peer in missing if peer.ended()]
         if ended:
-            raise RankLost(f"{named(ended)} ended while rank {self._me} waited")
+            raise RankLost(f"{named(ended)} ended while rank {self._me} waited", ended=True)
         if time.monotonic() > deadline:
             raise RankLost(
                 f"timed out waiting: {named(missing)} did not come within {self._timeout_s:g} s"

@@ -274,10 +274,13 @@ def _failure(
     rank: int, world_size: int, notebook: Notebook | None, error: BaseException, waited_s: float
 ) -> RankReport:
     """What the parent hears of an error that is being handled."""
+    from comm.barrier import RankLost
     from comm.post_mortem import find_silent, leave_word
 
     at, consequence = time.monotonic(), is_consequence(error)
-    silent = consequence and notebook and find_silent(rank, world_size, notebook, waited_s)
+    # Of who has ended the caller hears at once, and nobody need be looked for.
+    sought = consequence and not (isinstance(error, RankLost) and error.ended)
+    silent = sought and notebook and find_silent(rank, world_size, notebook, waited_s)
     if silent:
         return RankReport(silent.rank, at, error=str(silent), kind=SILENT, where=silent.where)
     leave_word(rank, told=not consequence)

@@ -47,7 +47,7 @@ class Done:
 
 
 def drawn(world_size, folder):
-    random, bases = Random(world_size), [base_config(model) for model in MODELS]
+    random, bases = Random(600 + world_size), [base_config(model) for model in MODELS]
     return [
         random_config(random, world_size, random.choice(bases), folder)
         for _ in range(RUNS[world_size])

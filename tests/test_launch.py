@@ -197,7 +197,7 @@ if rank == "1" and what == "kill":
 
 @pytest.mark.parametrize(
     ("what", "status", "said"),
-    [("3", 3, ""), ("kill", 6, "wideep: rank 1 was killed by SIGKILL\n")],
+    [("3", 3, ""), ("kill", 6, "wideep: rank 1: killed by SIGKILL\n")],
 )
 def test_torchrun_returns_the_status_of_rank_0(tmp_path, what, status, said):
     script = tmp_path / "rank.py"

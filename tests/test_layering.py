@@ -35,7 +35,7 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
         *("torch", "comm.header", "comm.meter", "comm.shm", "comm.staging", "comm.wire"),
         "comm.world",
     ),
-    "comm.spawn": ("torch", "comm.notebook", "comm.post_mortem", "comm.world"),
+    "comm.spawn": ("torch", "comm.barrier", "comm.notebook", "comm.post_mortem", "comm.world"),
     "comm.replicas": ("torch", "comm.permute", "comm.placement"),
     "comm.rebalance": ("torch", "comm.meter", "comm.placement", "comm.transport"),
     "comm.grad_sync": ("torch", "comm.meter", "comm.placement", "comm.transport", "comm.wire"),
