@@ -24,7 +24,7 @@ ROUTED = ("all_to_all", "rank_dedup", "two_hop", "padded", "deduplicated")
 
 
 def runs_of_the_law():
-    base = base_config(record_routing=False)
+    base = base_config(record_routing=False, kernel=False)
     return {
         **law_runs(base),
         **router_runs(base),

@@ -94,8 +94,11 @@ def test_staged_ranks_take_turns_on_the_gpus(monkeypatch, backend, local_rank, i
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(worlds, "tune_process", lambda _: None)
     monkeypatch.setattr(worlds.dist, "init_process_group", lambda *_, **__: None)
-    monkeypatch.setattr(worlds.dist, "new_group", lambda **_: None)
-    world = worlds.join(0, 6, init_method="", local_rank=local_rank, device="cuda", backend=backend)
+    monkeypatch.setattr(worlds, "introduce", lambda *_: None)
+    monkeypatch.setattr(worlds, "connected_group", lambda *_: (None, ()))
+    monkeypatch.setattr(worlds.dist.distributed_c10d, "_set_pg_timeout", lambda *_: None)
+    where = {"local_rank": local_rank, "device": "cuda", "backend": backend}
+    world = worlds.join(0, 6, init_method="", notebook=SimpleNamespace(), **where)
     assert chosen == [world.device] == [torch.device("cuda", index)]
     assert world.staged == staged
     assert world.link_device == (torch.device("cpu") if staged else world.device)

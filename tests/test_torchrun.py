@@ -60,7 +60,8 @@ def assert_page(page, world_size):
     for words in (f"EP {world_size} = 1 node x {world_size} ranks", "dispatch", "combine"):
         assert words in page
     words = page.split()
-    assert words.count("EXACT") == words.count("WITHIN") == 2  # exact, conserved; the other two
+    assert words.count("EXACT") == 3  # exact, conserved, kernel
+    assert words.count("WITHIN") == 2
     assert "OUTSIDE" not in words and "NOT_AVAILABLE" not in words
     assert "  status 0 " in page
 
