@@ -1,6 +1,7 @@
 """Rows through the host's memory: the same rows, the same bytes, and the record says so."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import staging_bodies
