@@ -59,7 +59,7 @@ def test_each_host_is_charged_with_what_leaves_it():
     sent[0, 2] += 7  # inside host 0
     hosts = between_hosts(SEEN, sent, collectives=3)
     assert [host["counted_bytes"] for host in hosts] == [4 * MB, 4 * MB + 5]
-    assert hosts[0]["bound_bytes"] == 40_000 + 3 * 4 * MESSAGE_BYTES + FEW_BYTES
+    assert hosts[0]["bound_bytes"] == 280_000 + 3 * 4 * MESSAGE_BYTES + FEW_BYTES
     assert between_hosts(SEEN[:1], SENT[:1, :1], 1) == []
 
 
@@ -67,9 +67,9 @@ def test_each_host_is_charged_with_what_leaves_it():
     ("sent", "state"),
     [
         ((4 * MB, 4 * MB), State.WITHIN),
-        ((4 * MB + 40_000, 4 * MB), State.WITHIN),
+        ((4 * MB + 280_000, 4 * MB), State.WITHIN),
         ((4 * MB - 1, 4 * MB + 12_000), State.OUTSIDE),  # a lack is no framing
-        ((4 * MB, 4 * MB + 120_000), State.OUTSIDE),
+        ((4 * MB, 4 * MB + 400_000), State.OUTSIDE),
     ],
 )
 def test_the_bracket(sent, state):
