@@ -5,11 +5,11 @@ Each probe returns what it saw as plain values for moe.diagnosis, also where som
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import shutil
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 import psutil
 
 from comm.barrier import refusal
+from comm.tcp import read_info
 from moe.diagnosis import AS_BYTES, Host, Master, is_loopback
 
 LOOKUP_S = 3.0  # for one name, and for one connection
-BYTES_ACKED_AT = 120  # of tcpi_bytes_acked, u64, in struct tcp_info (linux/tcp.h)
 PROBE_BYTES = 10_000
 SBIN = ("/usr/sbin", "/sbin")  # not in every user's PATH
 Seen = TypeVar("Seen")
@@ -188,10 +188,9 @@ def _sent_and_acknowledged(
 
 
 def _bytes_acked(connection: socket.socket) -> int | None:
-    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_ACKED_AT + 8)
-    if len(info) < BYTES_ACKED_AT + 8:
-        return None
-    return int(struct.unpack_from("=Q", info, BYTES_ACKED_AT)[0])
+    with contextlib.suppress(ValueError):  # too short an answer
+        return read_info(connection.fileno()).acked
+    return None
 
 
 def namespace_way() -> tuple[str, str]:

@@ -180,8 +180,10 @@ class Dispatcher(ABC, Generic[Handle]):
     ) -> Pending[DispatchResult[Handle]]:
         """Begin a dispatch; under autograd it is done at once. Arguments as for `dispatch`."""
         self._check_shapes(hidden, topk_ids, topk_weights)
-        placed = self._slots(topk_ids)
-        slots = placed if slots is None else slots
+        if slots is None:
+            slots = self._slots(topk_ids)
+        else:
+            permute.check_topk_ids(topk_ids, self.setup.placement.num_experts)
         if torch.is_grad_enabled() and (hidden.requires_grad or topk_weights.requires_grad):
             from comm.dispatch.autograd import dispatch_with_grad
 

@@ -92,7 +92,7 @@ class OneSided(WeightsAtHome[OneSidedHandle]):
         choice, rows_per_slot = permute.order_by_slot(slots, setup.placement.num_slots)
         copies_of = rows_per_slot.numpy()
         before = sums_before(copies_of)
-        ids = round_.lay_out_list(choice.numpy() // setup.top_k)
+        ids = round_.lay_out_list(permute.token_of(choice, setup.top_k).numpy())
         round_.lay_out(setup.wire_dispatch, hidden, self._by_rank(before), ids)
         round_.announce(before[:-1], copies_of, self._letters)
         round_.publish()
