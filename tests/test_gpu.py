@@ -1,34 +1,17 @@
 """On GPUs: nccl with one rank each, gloo with as many ranks as one likes. tests/gpu.sh runs it."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from command_line import wideep
 
-ROOT = Path(__file__).parent.parent
 GPUS = torch.cuda.device_count()
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(GPUS == 0, reason="no GPU here; tests/gpu.sh runs these where there is one"),
 ]
 SMALL = ("scale.hidden_size=64", "scale.intermediate_size=16", "layers=2", "tokens=16")
-
-
-def wideep(folder, *words):
-    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
-    return subprocess.run(
-        [sys.executable, "-m", "moe", *words],
-        cwd=folder,
-        env=environment | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
 
 
 def passed(folder, *words):

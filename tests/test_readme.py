@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -21,6 +18,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from command_line import wideep
 
 from comm.analytic.oracle import exact_traffic
 from comm.dispatch import DISPATCHERS
@@ -133,15 +131,7 @@ def record_routing(folder: Path) -> None:
 def run(command: str, folder: Path) -> list[str]:
     """The lines that a command prints."""
     words, _ = words_of(command)
-    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
-    done = subprocess.run(
-        [sys.executable, "-m", "moe", *words],
-        cwd=folder,
-        env=environment | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = wideep(folder, *words, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
