@@ -26,8 +26,10 @@ from moe.combinations import useless_key
 from moe.conf_files import conf_dir, options
 from moe.hf_config import read_hf_config
 from moe.settings import (
+    JOBS_OF,
     MAX_RANKS,
     UNUSED,
+    USED,
     Config,
     ConfigError,
     Key,
@@ -102,7 +104,14 @@ def _refuse_unused(config: Config, typed: Mapping[str, Override]) -> None:
     job = config.job
     for name, override in typed.items():
         word = f"{name}={shown(override.value())}"
-        if {name, name.partition(".")[0]} & set(UNUSED.get(job, ())):
+        parts = {name, name.partition(".")[0]}
+        if owners := next((JOBS_OF[part] for part in parts if part in JOBS_OF), None):
+            if job not in owners:
+                raise ConfigError(f"{word}: belongs to {' or '.join(f'job={o}' for o in owners)}")
+        elif job in USED and name != "job" and not parts & set(USED[job]):
+            uses = ", ".join(USED[job]) or "no key"
+            raise ConfigError(f"{word}: job={job} does not use it; it uses {uses}")
+        if parts & set(UNUSED.get(job, ())):
             instead = f"bench.{name}" if f"bench.{name}" in keys() else f"bench.{name}s"
             hint = f"; set {instead}" if job == "bench" and instead in keys() else ""
             raise ConfigError(f"{word}: job={job} does not use it{hint}")

@@ -47,6 +47,10 @@ UNUSED = {  # job -> the keys, or the first parts of keys, that mean nothing to 
         *("wire.combine", "wire.backward", "topology.node_of_rank"),
     ),
 }
+# job -> all keys that it uses, for jobs that use few
+USED: dict[str, tuple[str, ...]] = {}
+# key -> the jobs that it belongs to; what stands in no table any job may use
+JOBS_OF: dict[str, tuple[str, ...]] = {}
 DTYPES = ("fp32", "bf16", "fp16")
 WIRES = ("fp32", "bf16", "fp16", "fp8_block128", "mxfp8", "mxfp4", "nvfp4")
 REPLICA_CHOICES = ("round_robin", "random", "nearest")
