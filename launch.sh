@@ -116,6 +116,8 @@ case ${1:-} in
     set_up
     shift
     cd "$root"
+    # All tests: two workers, each with files of its own, for many tests wait more than they compute.
+    [ $# -gt 0 ] || set -- -n 2 --dist loadfile
     exec "$python" -m pytest "$@"
     ;;
   *)

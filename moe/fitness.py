@@ -10,6 +10,7 @@ needs no torch unless a GPU is asked for; job=doctor prints the same findings.
 
 from __future__ import annotations
 
+import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -27,6 +28,8 @@ BYTES_OF = {"fp32": 4, "bf16": 2, "fp16": 2}
 ROW_COPIES = 6  # sent, received, expert input, gate and up, output, combined
 GROUP_FILES = 4  # of each process group beside its connections: a listener, epoll and its like
 OWN_FILES = 32  # standard streams, results, the pipe to the parent; with room for libraries
+# Below the temporary folder: /pymp-12345678/listener-12345678, the socket that forks the ranks.
+SOCKET_NAME, SOCKET_PATH = 32, 107
 OK, WARN, FAIL = "ok", "warn", "FAIL"
 
 
@@ -47,7 +50,11 @@ class Finding:
 
 def check(config: Config, local_ranks: int) -> None:
     """Raise UnfitError for the first need of `local_ranks` ranks that this machine cannot meet."""
-    findings = [memory(config, local_ranks, free_bytes()), open_files(config, *file_limits())]
+    findings = [
+        memory(config, local_ranks, free_bytes()),
+        open_files(config, *file_limits()),
+        temporary_folder(tempfile.gettempdir()),
+    ]
     if config.device == "cuda":
         import torch
 
@@ -69,6 +76,19 @@ def memory(config: Config, local_ranks: int, free: int) -> Finding:
     ways = smaller_runs(config, local_ranks, free)
     remedy = f"try {' or '.join(ways)}" if ways else "no one key makes it fit: change several"
     return Finding(FAIL, "memory", value, remedy)
+
+
+def temporary_folder(folder: str) -> Finding:
+    """A socket lies there, whose whole path the system allows about 100 bytes."""
+    length, most = len(folder.encode()), SOCKET_PATH - SOCKET_NAME
+    if length <= most:
+        return Finding(OK, "TMPDIR", folder)
+    return Finding(
+        FAIL,
+        "TMPDIR",
+        f"{folder} has {length} characters, and the sockets in it leave room for {most}",
+        "set TMPDIR to a shorter one, e.g. TMPDIR=/tmp",
+    )
 
 
 def memory_in_words(config: Config, local_ranks: int) -> str:

@@ -327,6 +327,6 @@ def test_under_torchrun_one_rank_of_a_machine_looks(monkeypatch, capsys):
 def test_every_line_is_explained():
     text = (ROOT / "docs" / "doctor.md").read_text()
     lines = [what for what, _ in doctor.checks(base_config())]
-    assert len(lines) == 12
+    assert len(lines) == 13
     for what in [*lines, "GPU memory"]:
         assert f"\n| {what} | " in text, what

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from leftovers import shared_names, stays
 
 from comm import spawn
 from comm.meter import Position
@@ -49,18 +50,22 @@ again = pytest.mark.parametrize("time_", range(int(os.environ.get("WIDEEP_FAULTS
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
-    """A folder to run in, and one for what is temporary: nothing may be left in it."""
-    temporary = tmp_path / "tmp"
+def place(tmp_path_factory, monkeypatch):
+    """A folder to run in, and one for what is temporary: nothing may be left in it.
+
+    A short path, since that of a socket has about 100 characters at most.
+    """
+    folder = tmp_path_factory.mktemp("run")
+    temporary = folder / "tmp"
     temporary.mkdir()
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(folder)
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    before = set(os.listdir("/dev/shm"))
-    yield tmp_path
+    before = shared_names()
+    yield folder
     left = [path.name for path in temporary.iterdir() if not path.name.startswith("pymp-")]
     assert left == []  # pymp: of the fork server, which the tests keep
-    assert set(os.listdir("/dev/shm")) <= before
+    assert stays(before) == set()
     ranks = [child for child in psutil.Process().children(recursive=True) if child.ppid() != OURS]
     assert not [child for child in ranks if child.status() != psutil.STATUS_ZOMBIE]
 

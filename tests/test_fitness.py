@@ -2,8 +2,10 @@
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +29,7 @@ from moe.fitness import (
     rank_bytes,
     rank_files,
     rank_zero_bytes,
+    temporary_folder,
 )
 from moe.model import ScaleConfig
 from moe.plan import make_plan
@@ -222,3 +225,18 @@ def test_memory_of_control_groups_counts(tmp_path, limited):
     (tmp_path / "own").write_text("0::/outer/inner\n")
     assert free_bytes(tmp_path / "own", tmp_path / "groups") == 3000 - 1000 + 300
     assert free_bytes(tmp_path / "none") > 1 << 20
+
+
+def test_a_temporary_folder_too_long_for_a_socket_is_refused(tmp_path, monkeypatch):
+    """The bound is the system's: a socket binds at it, and not one character beyond."""
+    for length, state in ((75, OK), (76, FAIL)):
+        folder = f"/tmp/{'x' * (length - 5)}"
+        name = folder + "/pymp-12345678/listener-12345678"
+        with socket.socket(socket.AF_UNIX) as one:
+            said = "AF_UNIX path too long" if state == FAIL else "No such file"
+            with pytest.raises(OSError, match=said):
+                one.bind(name)
+        assert temporary_folder(folder).state == state
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + "x" * 71)
+    with pytest.raises(UnfitError, match="76 characters.*room for 75; set TMPDIR"):
+        check(base_config(), 8)

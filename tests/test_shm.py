@@ -13,6 +13,7 @@ from pathlib import Path
 import one_sided_bodies as bodies
 import psutil
 import pytest
+from leftovers import shared_names, stays
 
 from comm import barrier, shm
 from comm.barrier import Barrier, Peer, RankLost
@@ -206,7 +207,7 @@ def windows():
 
 @pytest.mark.parametrize("victim", ["rank", "parent", "all", "starting"])
 def test_nothing_is_left_behind_by_sigkill(tmp_path, victim):
-    before = set(os.listdir("/dev/shm"))
+    before = shared_names()
     folder = tmp_path / "pids"
     folder.mkdir()
     script = tmp_path / "script.py"
@@ -233,7 +234,7 @@ def test_nothing_is_left_behind_by_sigkill(tmp_path, victim):
         assert "rank 2: killed by SIGKILL" in err and "3 other ranks failed in consequence" in err
     wait_for(lambda: not any(alive(pid) for pid in ranks))
     assert not windows() & set(ranks)
-    assert set(os.listdir("/dev/shm")) <= before
+    assert stays(before) == set()
     left = [path for path in tmp_path.iterdir() if path not in (folder, script)]
     assert all(path.name.startswith(("wideep-", "pymp-")) for path in left)  # the rendezvous only
 

@@ -7,6 +7,7 @@ the run would fail. One process; no rank is started.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
@@ -58,6 +59,7 @@ def checks(config: Config) -> list[Check]:
     return [
         ("memory", lambda: fitness.memory(config, local_ranks, free_bytes())),
         ("open files", lambda: fitness.open_files(config, *fitness.file_limits())),
+        ("TMPDIR", lambda: fitness.temporary_folder(tempfile.gettempdir())),
         ("threads", lambda: _threads(local_ranks)),
         ("shared memory", lambda: _shared_memory(config)),
         ("interface", lambda: _interface(host(), master(), launched)),
