@@ -233,6 +233,7 @@ def _type_in_words(key: Key) -> str:
     nullable = type(None) in get_args(key.type)
     for hint, words in (
         (tuple[int, ...], "a list of integers"),
+        (tuple[float, ...], "a list of numbers"),
         (tuple[str, ...], "a list of words"),
         (bool, "true or false"),
         (int, "an integer"),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Any, get_type_hints
 
+from moe.hardware import HardwareConfig
 from moe.model import ModelShape, ScaleConfig
 from moe.routing.options import RouterOptions
 
@@ -36,9 +37,9 @@ UNUSED = {  # job -> the keys, or the first parts of keys, that mean nothing to 
         "fault",
         *("scale", "router", "placement", "dispatcher", "wire", "topology", "tokens", "steps"),
         *("warmup", "layers", "dtype", "reference", "record_routing", "traffic_csv", "chunks"),
-        *("kernel", "mode", "ep_size", "expert_tp", "expert_tp_mode"),
+        *("kernel", "mode", "ep_size", "expert_tp", "expert_tp_mode", "hardware"),
     ),
-    "doctor": ("bench",),
+    "doctor": ("bench", "hardware"),
     "predict": (
         "fault",
         *("bench", "scale", "router", "placement", "steps", "warmup", "layers", "seed", "dtype"),
@@ -181,6 +182,9 @@ class Config:
     router: RouterConfig = group("who chooses the experts")
     placement: PlacementConfig = group("which rank owns which expert")
     dispatcher: DispatcherConfig = group("how rows reach their experts and come back")
+    hardware: HardwareConfig = group(
+        "the machine that figures are carried to; custom: every value by hand"
+    )
     wire: WireConfig = field(default_factory=WireConfig)
     topology: TopologyConfig = field(default_factory=TopologyConfig)
     ranks: int | None = key(

@@ -33,6 +33,7 @@ def validate(config: Config, options: Callable[[str], list[str]]) -> None:
     timed = config.bench.dispatchers
     _check_choices("bench.dispatchers", "dispatcher", timed, options("dispatcher"))
     _check_model(config)
+    _check_hardware(config)
     _check_ranks(config)
     _check_tokens(config)
     if config.job in ("emulate", "doctor") and (reason := refusal(config)):
@@ -52,7 +53,7 @@ def _check_key(key: Key, value: Any) -> None:
     """The choices and the limits that the table of keys states."""
     if key.group or value is None:
         return
-    if isinstance(value, tuple) and not value:
+    if isinstance(value, tuple) and not value and key.default != ():
         raise ConfigError(f"{key.name}=[]: must not be empty")
     if key.choices:
         last = key.name.rsplit(".", 1)[-1].rstrip("s")
@@ -98,6 +99,14 @@ def _check_model(config: Config) -> None:
     except ValueError as error:
         of = "" if str(error).startswith("scale.") else f"model={model.name}: "
         raise ConfigError(f"{of}{error}") from error
+
+
+def _check_hardware(config: Config) -> None:
+    """Values that can be; what is unknown is refused by those who need it."""
+    try:
+        config.hardware.validate()
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _check_ranks(config: Config) -> None:
