@@ -174,8 +174,11 @@ def _fill_model(model: DictConfig, typed: dict[str, Override]) -> None:
         where = "" if "model.path" in str(error) else f"model.path={path}: "
         raise ConfigError(f"{where}{error}") from error
     for name, value in released.items():
-        if f"model.{name}" not in typed:
-            OmegaConf.update(model, name, value)
+        parts = vars(value).items() if is_dataclass(value) else [("", value)]
+        for part, entry in parts:
+            full = f"{name}.{part}" if part else name
+            if f"model.{full}" not in typed:
+                OmegaConf.update(model, full, entry)
 
 
 def _build(cls: type, plain: Any, prefix: str = "") -> Any:
