@@ -25,6 +25,7 @@ from moe.pools import (
     memories,
     plan_memory,
     rank_of,
+    served_sequences,
     smallest_number,
     weights_of,
     with_reading,
