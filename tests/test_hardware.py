@@ -64,6 +64,16 @@ def test_the_makers_gb_is_not_one_unit():
         assert abs(one.reported_bytes - binary) < abs(one.reported_bytes - one.nominal_bytes)
 
 
+def test_whole_machines():
+    """64 of each: 9.02, 11.52, 18.43 TB; a rack of 72: 13.39 TB, of which K3's weights are 11.7 %."""
+    terabytes = {name: 64 * part(name).nominal_bytes / 1e12 for name in PUBLISHED}
+    names = ("h200_sxm", "b200_hgx", "b300_hgx")
+    assert [round(terabytes[name], 2) for name in names] == [9.02, 11.52, 18.43]
+    rack = 72 * part("gb200_nvl72").nominal_bytes
+    assert round(rack / 1e12, 2) == 13.39
+    assert round(100 * 1_560_860_324_864 / rack, 1) == 11.7
+
+
 def test_what_is_unknown_is_refused_with_the_key_to_set():
     custom = part("custom")
     with pytest.raises(UnknownHardware) as caught:

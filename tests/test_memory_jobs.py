@@ -200,6 +200,21 @@ def test_refusals_in_one_line(job, words, said):
     assert refusal(job, words).startswith(said)
 
 
+def test_the_quoted_page_is_printed(capsys):
+    """docs/memory.md: its text blocks, line by line and in order."""
+    text = (ROOT / "docs" / "memory.md").read_text()
+    blocks = [part.partition("```")[0].splitlines() for part in text.split("```text\n")[1:]]
+    commands = (("pools", *H200), ("request", "ep_size=64", "wire.dispatch=mxfp8"))
+    assert len(blocks) == len(commands)
+    for block, (job, *words) in zip(blocks, commands, strict=True):
+        assert f"wideep {job} {' '.join(words)}\n" in text
+        JOBS[job].launch(compose([f"job={job}", *words]))
+        lines, at = capsys.readouterr().out.splitlines(), 0
+        for line in block:
+            if line != "...":
+                at = lines.index(line, at) + 1
+
+
 def test_a_released_config_gives_the_same_page(capsys, tmp_path):
     """model=hf, from a file as it was released, and the built-in preset."""
     (tmp_path / "config.json").write_text(json.dumps(KIMI_K3))
