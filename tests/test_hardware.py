@@ -65,7 +65,7 @@ def test_the_makers_gb_is_not_one_unit():
 
 
 def test_whole_machines():
-    """64 of each: 9.02, 11.52, 18.43 TB; a rack of 72: 13.39 TB, of which K3's weights are 11.7 %."""
+    """64 of each: 9.02, 11.52, 18.43 TB; a rack of 72: 13.39 TB, and K3 fills 11.7 % of it."""
     terabytes = {name: 64 * part(name).nominal_bytes / 1e12 for name in PUBLISHED}
     names = ("h200_sxm", "b200_hgx", "b300_hgx")
     assert [round(terabytes[name], 2) for name in names] == [9.02, 11.52, 18.43]
