@@ -98,7 +98,7 @@ def test_the_measured_reach_is_that_of_the_next_larger_group():
     gb200 = part("gb200_nvl72")
     at_64 = gb200.reach("combine", 64)
     assert (at_64.ep_size, at_64.GBps, at_64.latency_us) == (64, 631.18, 32.6)
-    assert gb200.reach("dispatch", 17).ep_size == 32
+    assert [gb200.reach("dispatch", size).ep_size for size in (8, 17, 32)] == [8, 32, 32]
     assert gb200.reach("dispatch", 2).GBps == 753.28
     assert gb200.reach("dispatch", 72).latency_us == 27.8
     assert part("h100_sxm").reach("dispatch", 8) is None

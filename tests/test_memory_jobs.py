@@ -116,6 +116,8 @@ def test_what_keeps_an_accelerator_from_holding_its_share():
     memory, usual = 143_771 * 2**20, left()
     assert left("pools.reserve=0") - usual == pytest.approx(0.1 * memory)
     assert left("pools.buffer=none") - usual == 3_339_721_728
+    slots = "pools.redundant_experts=64"  # one more on each rank, and 64 slots in each buffer
+    assert left("pools.buffer=none", slots) - left(slots) == 2 * (2 * 960 * 128 * 7280 + 3840)
     rank_major = 2 * 64 * 128 * 7168
     assert left("pools.buffer=none") - left("pools.buffer=rank_major") == rank_major
     share = 92 * 14 * 17_547_264 + 114_404_258_816 / 2
