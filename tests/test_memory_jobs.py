@@ -153,6 +153,14 @@ def test_sequences_that_were_asked_for_and_do_not_fit(capsys):
     assert "no lower tier that is known takes them" in text
 
 
+def test_lengths_that_no_sequence_needs_or_reaches(capsys):
+    """States alone outgrow the weights; a cache of windows never does."""
+    many = page(capsys, "pools", "ep_size=4096")
+    assert "or 61,440 sequences of any length" in many
+    windows = ("model.attention.full_layers=0", "model.attention.window_layers=36")
+    assert "of no length" in page(capsys, "pools", "model=gpt_oss_120b", *windows)
+
+
 def test_the_page_of_a_request(capsys):
     words = ("ep_size=64", "wire.dispatch=mxfp8")
     text = page(capsys, "request", *words)
