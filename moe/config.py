@@ -26,6 +26,7 @@ from moe.combinations import useless_key
 from moe.conf_files import conf_dir, options
 from moe.hf_config import read_hf_config
 from moe.settings import (
+    IMAGINED,
     JOBS_OF,
     MAX_RANKS,
     UNUSED,
@@ -174,8 +175,11 @@ def _fill_model(model: DictConfig, typed: dict[str, Override]) -> None:
         where = "" if "model.path" in str(error) else f"model.path={path}: "
         raise ConfigError(f"{where}{error}") from error
     for name, value in released.items():
-        if f"model.{name}" not in typed:
-            OmegaConf.update(model, name, value)
+        parts = vars(value).items() if is_dataclass(value) else [("", value)]
+        for part, entry in parts:
+            full = f"{name}.{part}" if part else name
+            if f"model.{full}" not in typed:
+                OmegaConf.update(model, full, entry)
 
 
 def _build(cls: type, plain: Any, prefix: str = "") -> Any:
@@ -203,7 +207,7 @@ def _with_world(config: Config, world_size: int | None) -> Config:
     """Say how many ranks there are: those already started, the given number, or the default."""
     if world_size is not None and config.ranks not in (None, world_size):
         raise ConfigError(f"ranks={config.ranks}: {world_size} ranks were started; leave it out")
-    if config.job == "predict" and config.ep_size is not None and config.ep_size > 0:
+    if config.job in IMAGINED and config.ep_size is not None and config.ep_size > 0:
         if config.ranks not in (None, config.ep_size):  # nobody is started, they are imagined
             raise ConfigError(
                 f"ranks={config.ranks}: ep_size={config.ep_size} says it; leave it out"
@@ -233,6 +237,7 @@ def _type_in_words(key: Key) -> str:
     nullable = type(None) in get_args(key.type)
     for hint, words in (
         (tuple[int, ...], "a list of integers"),
+        (tuple[float, ...], "a list of numbers"),
         (tuple[str, ...], "a list of words"),
         (bool, "true or false"),
         (int, "an integer"),

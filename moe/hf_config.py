@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from moe.hf_attention import read_attention, read_weights
 from moe.model import ModelShape
 
 SPELLINGS: dict[str, tuple[str, ...]] = {
@@ -76,6 +77,7 @@ UNSAID: dict[str, dict[str, Any]] = {
 }
 _SCORE_FUNC_NAMES = {"sqrtsoftplus": "sqrt_softplus"}
 _ACTIVATION_NAMES = {"silu": "swiglu", "swish": "swiglu", "swiglu": "swiglu", "situ": "situ_glu"}
+_SAID_OUTSIDE = ("model_type", "quantization_config")  # unless the inner part says it, too
 _NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 
 
@@ -103,9 +105,20 @@ def read_hf_config(path: str | Path) -> dict[str, Any]:
         fields["source"] += f"; swiglu stands in for its own activation ({activation})"
     fields |= {"name": family, "path": str(path)}
     try:
+        fields |= _around(config, fields)
         return vars(ModelShape(**fields).validate()).copy()
     except ValueError as error:
         raise ValueError(f"model.path={file}: {error}") from error
+
+
+def _around(config: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
+    """What stands around the MoE layers."""
+    dense = sizes["num_dense_layers"]
+    layers, experts = sizes["num_moe_layers"] + dense, sizes["num_experts"]
+    return {
+        "attention": read_attention(config, layers, experts),
+        "weights": read_weights(config, layers, experts, dense),
+    }
 
 
 def _load(file: Path) -> dict[str, Any]:
@@ -132,7 +145,8 @@ def _text_config(config: dict[str, Any], file: Path) -> dict[str, Any]:
                 f"model.path={file} is not a mixture-of-experts model: none of "
                 f"{', '.join(SPELLINGS['num_experts'])} is set (also not in {', '.join(_NESTED)})"
             )
-        level = {"model_type": level.get("model_type", "unknown"), **inner}
+        outer = {key: level[key] for key in _SAID_OUTSIDE if key in level}
+        level = {"model_type": "unknown", **outer, **inner}
 
 
 class _Reader:

@@ -1,7 +1,8 @@
 """The shape of a mixture-of-experts network, and how a run shrinks it.
 
-Only what decides routing, traffic and the arithmetic of an MoE layer is here; attention is not part
-of this emulator. Legend: E experts, K = top_k, hidden and latent widths as in `conf/model/*.yaml`.
+What decides routing, traffic and the arithmetic of an MoE layer is here; what stands around these
+layers, which memory needs and no run, is in moe/attention.py. Legend: E experts, K = top_k, hidden
+and latent widths as in `conf/model/*.yaml`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+from moe.attention import AttentionShape, ReleasedWeights, check
 
 SCORE_FUNCS = ("sigmoid", "softmax", "softmax_topk", "sqrt_softplus")
 GROUP_SCORES = ("max", "top2_sum")
@@ -36,6 +39,7 @@ class ModelShape:
         num_expert_groups equal groups
     group_score: what ranks a group: its best expert ("max") or its two best added ("top2_sum")
     source: where the numbers come from; path: the file they were read from, if any
+    attention, weights: what memory needs to know of the rest of the network
     """
 
     name: str
@@ -58,6 +62,8 @@ class ModelShape:
     activation: str
     source: str
     path: str | None = None
+    attention: AttentionShape = field(default_factory=AttentionShape)
+    weights: ReleasedWeights = field(default_factory=ReleasedWeights)
 
     @property
     def payload_width(self) -> int:
@@ -85,6 +91,8 @@ class ModelShape:
         _require_one_of("group_score", self.group_score, GROUP_SCORES)
         _require_one_of("activation", self.activation, ACTIVATIONS)
         self._validate_groups()
+        check(self.attention, "attention")
+        check(self.weights, "weights")
         return self
 
     def _validate_groups(self) -> None:

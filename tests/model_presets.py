@@ -7,6 +7,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from moe.attention import AttentionShape, ReleasedWeights
 from moe.model import ModelShape, ScaleConfig, scaled
 
 CONF = Path(__file__).parent.parent / "conf"
@@ -14,7 +15,10 @@ PRESETS = sorted(path.stem for path in (CONF / "model").glob("*.yaml") if path.s
 
 
 def preset(name: str) -> ModelShape:
-    return ModelShape(**OmegaConf.load(CONF / "model" / f"{name}.yaml"))
+    values = OmegaConf.to_container(OmegaConf.load(CONF / "model" / f"{name}.yaml"))
+    values["attention"] = AttentionShape(**values["attention"])
+    values["weights"] = ReleasedWeights(**values["weights"])
+    return ModelShape(**values)
 
 
 def scale(name: str) -> ScaleConfig:

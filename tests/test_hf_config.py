@@ -37,8 +37,34 @@ KIMI_K3 = {
         "top_k": 50,  # of text generation
         "topk_group": 1,
         "topk_method": "noaux_tc",
+        "attn_res_block_size": 12,
+        "kv_lora_rank": 512,
+        "linear_attn_config": {
+            "full_attn_layers": [*range(4, 93, 4), 93],
+            "head_dim": 128,
+            "kda_layers": [layer for layer in range(1, 92) if layer % 4],
+            "num_heads": 96,
+            "short_conv_kernel_size": 4,
+            "use_full_rank_gate": True,
+        },
+        "mla_use_output_gate": True,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 96,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "quantization_config": {
+            "config_groups": {"group_0": {"weights": {"group_size": 32, "num_bits": 4}}},
+            "format": "mxfp4-pack-quantized",
+            "ignore": ["re:.*self_attn.*", "re:.*shared_experts.*", "re:.*lm_head.*"],
+            "quant_method": "compressed-tensors",
+        },
+        "tie_word_embeddings": False,
+        "v_head_dim": 128,
+        "vocab_size": 163840,
     },
 }
+FP8 = {"activation_scheme": "dynamic", "quant_method": "fp8", "weight_block_size": [128, 128]}
 DEEPSEEK_V3 = {
     "model_type": "deepseek_v3",
     "hidden_act": "silu",
@@ -57,14 +83,27 @@ DEEPSEEK_V3 = {
     "scoring_func": "sigmoid",
     "topk_group": 4,
     "topk_method": "noaux_tc",
+    "kv_lora_rank": 512,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "quantization_config": FP8,
+    "tie_word_embeddings": False,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
 }
 KIMI_K2 = DEEPSEEK_V3 | {
     "model_type": "kimi_k2",
     "first_k_dense_replace": 1,
     "n_group": 1,
     "n_routed_experts": 384,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
     "routed_scaling_factor": 2.827,
     "topk_group": 1,
+    "vocab_size": 163840,
 }
 DEEPSEEK_V2_LITE = DEEPSEEK_V3 | {
     "model_type": "deepseek_v2",
@@ -82,6 +121,11 @@ DEEPSEEK_V2_LITE = DEEPSEEK_V3 | {
     "scoring_func": "softmax",
     "topk_group": 1,
     "topk_method": "greedy",
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "quantization_config": None,
+    "vocab_size": 102400,
 }
 QWEN3 = {
     "model_type": "qwen3_moe",
@@ -95,6 +139,14 @@ QWEN3 = {
     "num_experts": 128,
     "num_experts_per_tok": 8,
     "num_hidden_layers": 94,
+    "attention_bias": False,
+    "head_dim": 128,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
 }
 GPT_OSS = {
     "model_type": "gpt_oss",
@@ -106,6 +158,15 @@ GPT_OSS = {
     "num_hidden_layers": 36,
     "num_local_experts": 128,
     "swiglu_limit": 7.0,
+    "attention_bias": True,
+    "head_dim": 64,
+    "layer_types": ["sliding_attention", "full_attention"] * 18,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "quantization_config": {"quant_method": "mxfp4"},
+    "sliding_window": 128,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
 }
 MIXTRAL = {
     "model_type": "mixtral",
@@ -115,6 +176,11 @@ MIXTRAL = {
     "num_experts_per_tok": 2,
     "num_hidden_layers": 32,
     "num_local_experts": 8,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
 }
 
 
@@ -144,6 +210,56 @@ def test_released_configs_equal_the_presets(
             value = getattr(read_shape, field.name)
             assert value == getattr(preset(name), field.name), field.name
     assert ("stands in" in read_shape.source) == (name == "gpt_oss_120b")
+
+
+def test_attention_of_unknown_sorts_stays_unknown(tmp_path: Path) -> None:
+    """Such a model is emulated as before; only a question of memory is refused."""
+    unlike = (
+        {"layer_types": ["linear_attention"] * 94},
+        {"index_topk": 2048},
+        {"num_attention_heads": None},
+        {"linear_attn_config": {"kda_layers": [1], "full_attn_layers": [2]}},
+    )
+    for change in unlike:
+        assert read(tmp_path, QWEN3 | change)["attention"].kind is None, change
+    with pytest.raises(ValueError, match="num_attention_heads = '64' must be an integer"):
+        read(tmp_path, QWEN3 | {"num_attention_heads": "64"})
+
+
+def test_windows_and_heads_that_are_implied(tmp_path: Path) -> None:
+    windowed = read(tmp_path, MIXTRAL | {"sliding_window": 4096})["attention"]
+    assert (windowed.full_layers, windowed.window_layers, windowed.window) == (0, 32, 4096)
+    assert windowed.head_dim == 128  # hidden / heads
+    off = read(tmp_path, QWEN3 | {"sliding_window": 4096})["attention"]
+    assert (off.full_layers, off.window_layers) == (94, 0)
+
+
+# (experts: bits, scale bits, block; other matrices: the same)
+@pytest.mark.parametrize(
+    "quantization, bits",
+    [
+        (None, (16, 0, 1, 16, 0, 1)),
+        (FP8, (8, 32, 16384, 8, 32, 16384)),
+        ({"quant_method": "mxfp4"}, (4, 8, 32, 16, 0, 1)),
+        ({"quant_method": "awq", "bits": 4}, (None, 0, 1, None, 0, 1)),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "config_groups": {"group_0": {"weights": {"group_size": 32, "num_bits": 4}}},
+            },
+            (4, 16, 32, 4, 16, 32),
+        ),
+    ],
+)
+def test_formats_of_released_weights(tmp_path: Path, quantization: Any, bits: Any) -> None:
+    weights = read(tmp_path, QWEN3 | {"quantization_config": quantization})["weights"]
+    parts = [
+        getattr(weights, f"{part}_{name}")
+        for part in ("expert", "linear")
+        for name in ("bits", "scale_bits", "block")
+    ]
+    assert tuple(parts) == bits
 
 
 def test_the_file_itself_may_be_named(tmp_path: Path) -> None:
