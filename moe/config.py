@@ -75,7 +75,9 @@ def compose(overrides: Sequence[str], world_size: int | None = None) -> Config:
 def _defaults(typed: Mapping[str, Override]) -> list[str]:
     """Options of the job's own, of groups that nobody chose."""
     job = str(typed["job"].value()) if "job" in typed else keys()["job"].default
-    return [f"{name}={option}" for name, option in DEFAULTS.get(job, {}).items() if name not in typed]
+    return [
+        f"{name}={option}" for name, option in DEFAULTS.get(job, {}).items() if name not in typed
+    ]
 
 
 def _parse(word: str) -> Override:

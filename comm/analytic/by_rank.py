@@ -15,7 +15,7 @@ Legend: L layers, R ranks, G positions of a lane, N nodes of a lane, E experts.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,6 +71,35 @@ class Shares:
     node_variance: Floats
 
 
+def uniform_hits(
+    sizes: NDArray[np.int64], node_of: NDArray[np.int64], num_experts: int, top_k: int
+) -> Shares:
+    """Hits of ranks [G] that own `sizes` experts each, and of their nodes: uniform routing."""
+    held = np.bincount(node_of, sizes).astype(np.int64)
+    values, of = np.unique(np.concatenate([sizes, held]), return_inverse=True)
+    chance = [1 - float(miss_probability(num_experts, top_k, size)) for size in values.tolist()]
+    hit = np.array(chance)[of.ravel()]
+    return _shares_of_hits(hit, len(sizes))
+
+
+def _shares_of_hits(hit: Floats, num_ranks: int) -> Shares:
+    spread = hit * (1 - hit)
+    return Shares(hit[:num_ranks], spread[:num_ranks], hit[num_ranks:], spread[num_ranks:])
+
+
+def uniform_copies(sizes: NDArray[np.int64], num_experts: int, top_k: int) -> Shares:
+    """Copies to ranks [G] that own `sizes` experts each: uniform routing."""
+    share = sizes / num_experts
+    spread = top_k * share * (1 - share) * (num_experts - top_k) / max(1, num_experts - 1)
+    return Shares(top_k * share, spread, np.zeros(0), np.zeros(0))
+
+
+def every(num_ranks: int, num_nodes: int) -> Shares:
+    """A row for each rank and node, whatever was chosen."""
+    ones, none = np.ones, np.zeros
+    return Shares(ones(num_ranks), none(num_ranks), ones(num_nodes), none(num_nodes))
+
+
 def rank_rows(run: RunShape, law: Law, active: IntArray) -> list[dict[str, RankRows]]:
     """For each layer: phase -> rows of every rank, forward; layers alike are the same object.
 
@@ -96,12 +125,12 @@ def _layer(run: RunShape, paths: Paths, tokens: Tokens, layer: int) -> dict[str,
     for lane in tokens.lanes:
         for count, shares in _served(run, paths, tokens, layer, lane, kind):
             if run.dispatcher in TWO_HOPS:
-                _two_hops(dispatch, paths, lane, count, shares)
+                two_hops(dispatch, paths, lane, count, shares)
             for shift in range(run.shifts if run.dispatcher not in TWO_HOPS else 0):
                 there = _shifted(run, lane.ranks, shift)
-                _straight(dispatch, paths, lane.ranks, there, count, shares)
+                straight(dispatch, paths, lane.ranks, there, count, shares)
                 if not shift:
-                    _straight(answered, paths, lane.ranks, there, count, shares)
+                    straight(answered, paths, lane.ranks, there, count, shares)
         if run.expert_tp > 1:
             for served, variant, count in tokens.alike(layer, lane):
                 shares = _shares(run, tokens, layer, lane, served, variant, "copies")
@@ -121,10 +150,10 @@ def _served(
     if run.dispatcher == "padded":  # a buffer for every slot, full or not
         room = run.num_steps * capacity(run).sum(axis=0)[lane.ranks]
         slots = slots_on_rank(run, paths, layer)[lane.ranks]
-        yield room * 1.0, Shares(slots * 1.0, np.zeros(ranks), np.zeros(nodes), np.zeros(nodes))
+        yield room * 1.0, Shares(slots * 1.0, np.zeros(ranks), np.zeros(0), np.zeros(0))
     elif kind == "every":
         active = tokens.active[:, layer, lane.ranks].sum(axis=0)
-        yield active * 1.0, Shares(np.ones(ranks), np.zeros(ranks), np.ones(nodes), np.zeros(nodes))
+        yield active * 1.0, every(ranks, nodes)
     else:
         for served, variant, count in tokens.alike(layer, lane):
             yield count * 1.0, _shares(run, tokens, layer, lane, served, variant, kind)
@@ -135,38 +164,31 @@ def _shares(
 ) -> Shares:
     """What a token brings the ranks and nodes of its lane; kind: "copies" or "hits"."""
     place, experts, top_k = tokens.layers[layer], run.num_experts, run.top_k
-    nodes = np.eye(len(lane.nodes))[lane.node_of]  # [G, N]
-    unknown = np.nan if isinstance(tokens.law, Markov) else 1.0
-    if kind == "copies":
-        if tokens.is_plain(served):
-            share = place.sizes(served.slot_share) / experts
-            mean = top_k * share
-            variance = mean * (1 - share) * (experts - top_k) / max(1, experts - 1)
-        else:
-            picks = tokens.picks_of(layer, lane, served, variant)
-            served_by = inclusion(picks.weights, top_k)[:, None] * picks.share
-            mean, variance = served_by.sum(axis=0), (served_by * (1 - served_by)).sum(axis=0)
-        nothing = np.zeros(len(lane.nodes))
-        return Shares(mean, variance * unknown, nothing, nothing)
-    if isinstance(tokens.law, GroupLimited):  # every block that counts is one of the groups
-        law = tokens.law
+    plain, law = tokens.is_plain(served), tokens.law
+    if plain and kind == "copies":
+        shares = uniform_copies(place.sizes(served.slot_share), experts, top_k)
+    elif plain:
+        shares = uniform_hits(place.sizes(served.slot_share), lane.node_of, experts, top_k)
+    elif isinstance(law, GroupLimited):  # every block that counts is one of the groups
         whole = GroupHits(((1, law.num_expert_groups),), experts, top_k, law.num_limited_groups)
-        hit = np.full(nodes.shape[0] + nodes.shape[1], whole.mean / law.num_expert_groups)
-    elif tokens.is_plain(served):
-        sizes = place.sizes(served.slot_share)
-        blocks = np.concatenate([sizes, np.rint(sizes @ nodes).astype(np.int64)])
-        values, of = np.unique(blocks, return_inverse=True)
-        chance = [1 - float(miss_probability(experts, top_k, size)) for size in values.tolist()]
-        hit = np.array(chance)[of.ravel()]
+        blocks = len(lane.ranks) + len(lane.nodes)
+        shares = _shares_of_hits(
+            np.full(blocks, whole.mean / law.num_expert_groups), len(lane.ranks)
+        )
     else:
         picks = tokens.picks_of(layer, lane, served, variant)
-        hit = 1 - picks.miss(np.concatenate([np.eye(len(nodes)), nodes.T]) > 0)
-    variance = hit * (1 - hit) * unknown
-    ranks = len(nodes)
-    return Shares(hit[:ranks], variance[:ranks], hit[ranks:], variance[ranks:])
+        if kind == "hits":
+            return _shares_of_hits(1 - picks.miss(lane.blocks > 0), len(lane.ranks))
+        of_pick = inclusion(picks.weights, top_k)[:, None] * picks.share
+        spread = (of_pick * (1 - of_pick)).sum(axis=0)
+        shares = Shares(of_pick.sum(axis=0), spread, np.zeros(0), np.zeros(0))
+    if isinstance(law, Markov):  # neighbours resemble one another: no sum over tokens
+        unknown = np.full_like(shares.variance, np.nan)
+        return replace(shares, variance=unknown, node_variance=shares.node_variance * np.nan)
+    return shares
 
 
-def _straight(
+def straight(
     rows: RankRows, paths: Paths, src: IntArray, dst: IntArray, tokens: Floats, shares: Shares
 ) -> None:
     """Add tokens [src] times shares [dst]: each row from its source to where it is computed."""
@@ -185,7 +207,7 @@ def _straight(
         rows.variance[tier, dst] += coming * shares.variance
 
 
-def _two_hops(rows: RankRows, paths: Paths, lane: Lane, tokens: Floats, shares: Shares) -> None:
+def two_hops(rows: RankRows, paths: Paths, lane: Lane, tokens: Floats, shares: Shares) -> None:
     """Add a row to the proxy in each node, and one from there to each rank."""
     ranks = lane.ranks
     proxy = paths.proxy[ranks][:, lane.nodes]  # [G, N], each source its own on its own node
@@ -199,7 +221,7 @@ def _two_hops(rows: RankRows, paths: Paths, lane: Lane, tokens: Floats, shares: 
         np.add.at(rows.received[one], proxy, first * (tier == one))
         np.add.at(rows.variance[one], proxy, spread * (tier == one))
     last = RankRows.none(paths.world_size)
-    _straight(last, paths, ranks, ranks, carried[ranks], shares)
+    straight(last, paths, ranks, ranks, carried[ranks], shares)
     for one in (SELF, UP):  # a proxy forwards inside its node alone
         rows.sent[one] += last.sent[one]
         rows.received[one] += last.received[one]

@@ -1,7 +1,7 @@
 """From bytes to the least time they can take on a machine; pure arithmetic on plain numbers.
 
     bytes        those of the busiest rank over a one-directional rate: sending and receiving go on
-                 at once, and so do both tiers, so that a phase lasts at least as long as its slowest
+                 at once, and so do both tiers, so that the slowest of these decides
     latency      a phase of a single token takes that long; no number of bytes takes less
     a phase      the longer of the two, which is said to bind it
     a layer      its phases one after the other, nothing hidden behind computation
