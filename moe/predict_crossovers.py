@@ -1,4 +1,4 @@
-"""The crossovers of a prediction: its model, wire and machine put into `comm.analytic.crossover`."""
+"""The crossovers of a prediction: its model, wire and machine in `comm.analytic.crossover`."""
 
 from __future__ import annotations
 

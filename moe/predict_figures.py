@@ -14,6 +14,8 @@ from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from comm.analytic.conventions import expected_conventions
 from comm.analytic.paths import TWO_HOPS
 from comm.analytic.project import TIERS, bound_in_words, tokens_at_bandwidth
@@ -134,16 +136,11 @@ def _phases(prediction: Prediction) -> list[dict[str, Any]]:
 def _messages(prediction: Prediction) -> dict[str, Any]:
     """Messages with rows that a rank sends to other ranks, mean over ranks, and their mean size."""
     run = prediction.run
-    lane = len(run.lanes[0])
-    nodes = prediction.plan.topology.node_of_rank
-    if run.dispatcher in TWO_HOPS:
-        near = [
-            sum(nodes[one] == nodes[two] for two in ranks) for ranks in run.lanes for one in ranks
-        ]
-        homes = [len({nodes[rank] for rank in ranks}) for ranks in run.lanes for _ in ranks]
-        one_way = sum(a - 1 + b - 1 for a, b in zip(near, homes, strict=True)) / run.world_size
-    else:
-        one_way = lane - 1.0
+    nodes = np.array(prediction.plan.topology.node_of_rank)
+    one_way = len(run.lanes[0]) - 1.0
+    if run.dispatcher in TWO_HOPS:  # to a proxy in each other node, and to the ranks of the own
+        ranks_at = [np.unique(nodes[list(lane)], return_counts=True)[1] for lane in run.lanes]
+        one_way = sum(float((at * (at + len(at) - 2)).sum()) for at in ranks_at) / run.world_size
     of_phase = {
         "dispatch": one_way * run.shifts + (run.shifts - 1 if run.shifts > 1 else 0),
         "combine": one_way,
@@ -191,6 +188,7 @@ def _time(prediction: Prediction) -> dict[str, Any]:
         "times": [
             {
                 **asdict(phase),
+                "bytes_us": phase.bytes_us,
                 "bound": phase.bound,
                 "tier": phase.tier,
                 "us": phase.us,
