@@ -26,6 +26,7 @@ from moe.combinations import useless_key
 from moe.conf_files import conf_dir, options
 from moe.hf_config import read_hf_config
 from moe.settings import (
+    DEFAULTS,
     IMAGINED,
     JOBS_OF,
     MAX_RANKS,
@@ -54,7 +55,8 @@ def compose(overrides: Sequence[str], world_size: int | None = None) -> Config:
     parsed = [_parse(word) for word in overrides]
     typed = {override.key_or_group: override for override in parsed}
     try:
-        composed = _compose([typed[name].input_line or "" for name in typed])  # the last of each
+        words = [typed[name].input_line or "" for name in typed]  # the last of each
+        composed = _compose([*_defaults(typed), *words])
         _fill_model(composed.model, typed)
         plain = OmegaConf.to_container(composed, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
@@ -69,6 +71,14 @@ def compose(overrides: Sequence[str], world_size: int | None = None) -> Config:
     validate(config, options)
     _refuse_unused(config, typed)
     return config
+
+
+def _defaults(typed: Mapping[str, Override]) -> list[str]:
+    """Options of the job's own, of groups that nobody chose."""
+    job = str(typed["job"].value()) if "job" in typed else keys()["job"].default
+    return [
+        f"{name}={option}" for name, option in DEFAULTS.get(job, {}).items() if name not in typed
+    ]
 
 
 def _parse(word: str) -> Override:
@@ -207,11 +217,12 @@ def _with_world(config: Config, world_size: int | None) -> Config:
     """Say how many ranks there are: those already started, the given number, or the default."""
     if world_size is not None and config.ranks not in (None, world_size):
         raise ConfigError(f"ranks={config.ranks}: {world_size} ranks were started; leave it out")
-    if config.job in IMAGINED and config.ep_size is not None and config.ep_size > 0:
-        if config.ranks not in (None, config.ep_size):  # nobody is started, they are imagined
-            raise ConfigError(
-                f"ranks={config.ranks}: ep_size={config.ep_size} says it; leave it out"
-            )
+    ranks, size = config.ranks, config.ep_size
+    if config.job in IMAGINED and world_size is None and size is not None and size > 0:
+        if ranks is not None:
+            if config.job != "predict" and ranks != size:  # a machine of one group
+                raise ConfigError(f"ranks={ranks}: ep_size={size} says it; leave it out")
+            return config
         if config.ep_size > MAX_RANKS:
             raise ConfigError(
                 f"ep_size={config.ep_size}: must be <= {MAX_RANKS}; nearest: {MAX_RANKS}"

@@ -29,7 +29,7 @@ MAX_RANKS = 4096  # processes on one machine: far beyond what any of today's can
 JOBS = {
     "emulate": "run the layers on real ranks, count every byte, compare it with the predictions",
     "bench": "time dispatch and combine against the raw all-to-all of the same bytes",
-    "predict": "what uniform routing lets one expect, in every convention of the field; no ranks",
+    "predict": "the traffic and the least time of a run at any size, expected; no ranks",
     "pools": "memory of the machine, pool by pool, and how many accelerators it takes; no ranks",
     "request": "bytes of one request: all-to-all beside the transfer of its cache; no ranks",
     "fabric": "switch ports of a Clos fabric for so many accelerators; no ranks",
@@ -47,13 +47,12 @@ UNUSED = {  # job -> the keys, or the first parts of keys, that mean nothing to 
     ),
     "doctor": ("bench", "hardware"),
     "predict": (
-        "fault",
-        *("bench", "scale", "router", "placement", "steps", "warmup", "layers", "seed", "dtype"),
-        *("device", "backend", "reference", "record_routing", "traffic_csv", "timeout_s"),
-        *("kernel", "output_dir", "chunks", "mode", "expert_tp", "expert_tp_mode", "dispatcher"),
-        *("wire.combine", "wire.backward", "topology.node_of_rank"),
+        *("fault", "bench", "warmup", "dtype", "device", "backend", "reference", "kernel"),
+        *("record_routing", "traffic_csv", "timeout_s", "output_dir"),
     ),
 }
+# job -> options that it starts from instead of those of conf/config.yaml
+DEFAULTS: dict[str, dict[str, str]] = {"predict": {"scale": "full"}}
 # job -> all keys that it uses, for jobs that use few
 USED: dict[str, tuple[str, ...]] = {
     "pools": ("model", "hardware", "ranks", "ep_size", "tokens", "cache", "pools"),

@@ -36,7 +36,7 @@ def validate(config: Config, options: Callable[[str], list[str]]) -> None:
     _check_hardware(config)
     _check_ranks(config)
     _check_tokens(config)
-    if config.job in ("emulate", "doctor") and (reason := refusal(config)):
+    if config.job in ("emulate", "doctor", "predict") and (reason := refusal(config)):
         raise ConfigError(reason)
     _check_memory(config)
     _check_surroundings(config)
@@ -125,11 +125,6 @@ def _check_ranks(config: Config) -> None:
 
 
 def _check_tokens(config: Config) -> None:
-    if config.job == "predict" and not isinstance(config.tokens, int):
-        raise ConfigError(
-            f"tokens={shown(config.tokens)}: job=predict wants one number for all ranks;"
-            f" nearest: {max(config.tokens)}"
-        )
     if len(config.tokens_per_rank) != config.world_size:
         raise ConfigError(
             f"tokens={shown(config.tokens)}: lists {len(config.tokens_per_rank)} ranks,"

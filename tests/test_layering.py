@@ -112,7 +112,16 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
     "moe.jobs.fabric": (
         *("moe.hardware", "moe.settings", "moe.version", "comm.analytic", "comm.report"),
     ),
-    "moe.jobs.predict": (*("moe.settings", "moe.version", "comm.analytic", "comm.report"),),
+    # Nothing that runs ranks, and no torch.
+    "moe.predict": (
+        *("moe.settings", "moe.hardware", "moe.plan", "moe.facts", "moe.predict_figures"),
+        *("comm.analytic", "comm.balance", "comm.placement", "comm.topology"),
+    ),
+    "moe.predict_figures": ("moe.predict", "moe.predict_crossovers", "comm.analytic"),
+    "moe.predict_crossovers": ("moe.predict", "comm.analytic"),
+    "moe.jobs.predict": (
+        *("moe.settings", "moe.version", "moe.predict", "comm.analytic", "comm.report"),
+    ),
 }
 HYDRA_ALLOWED = {"moe.config", "moe.conf_files", "moe.__main__"}
 
