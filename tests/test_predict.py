@@ -220,3 +220,13 @@ def test_pages_of_other_runs(capsys, words, said):
 def test_memory_for_ranks_that_nobody_starts_is_not_asked_for(capsys):
     """The same number of tokens would need terabytes to run."""
     assert figures(predicted(capsys, "ep_size=1024", "tokens=1000000"))
+
+
+def test_the_document_shows_the_page(capsys):
+    """Every line that docs/predict.md shows of it, and its Python example."""
+    text = (ROOT / "docs" / "predict.md").read_text()
+    page = predicted(capsys, *JUDGED).splitlines()
+    shown = re.search(r"```text\n(ANSWER.*?)```", text, re.S)[1].splitlines()
+    lines = [line for line in shown if line != "..."]
+    assert len(lines) > 15 and [line for line in lines if line not in page] == []
+    exec(re.search(r"```python\n(.*?)```", text, re.S)[1], {})

@@ -16,7 +16,7 @@ STRATEGIES = {  # dispatcher -> the head of its column
     "two_hop": "two hops",
     "allgather": "all-gather",
 }
-MANY_US = 1e5  # from here on times are shown in milliseconds
+MANY_US = 1e4  # from here on times are shown in milliseconds
 BETWEEN = ("rank_dedup", "two_hop")  # of which the rows between nodes are shown
 
 
