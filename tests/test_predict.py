@@ -173,7 +173,7 @@ def test_the_page_says_which_of_latency_and_bandwidth_binds(capsys):
     assert "less than the latency floor of 27.8 + 32.6 us" in said
     assert max(map(len, page.splitlines())) <= WIDTH
     boxes = flat(predicted(capsys, *JUDGED, "hardware=h100_sxm"))
-    assert "the bytes bind, 118.9 + 230.6 us on the scale-out links at 50.0 GB/s" in boxes
+    assert "the bytes bind, 118.9 + 230.6 us at the nominal 50.0 GB/s of scale-out" in boxes
     assert "no latency floor is known for this machine" in boxes
     rack = flat(predicted(capsys, *JUDGED, "topology.ranks_per_node=8"))
     assert "bandwidth binds, not latency. The bytes take 118.9 + 230.6 us at the nominal" in rack
@@ -185,13 +185,25 @@ def test_the_page_says_which_of_latency_and_bandwidth_binds(capsys):
     [
         (["ep_size=1"], "nothing leaves a rank, so nothing takes time"),
         (["ep_size=64", "tokens=270"], "dispatch by bandwidth, combine by latency"),
+        (["expert_tp=2", "tokens=8"], "dispatch by latency, combine by latency, tp_gather by"),
         (["hardware=mi355x"], "mi355x has no rate for scale-up: set hardware.scale_up_GBps"),
         (["hardware=custom", "hardware.scale_up_GBps=10"], "EP 8 = 1 node x 8 ranks"),
         (["router=learned"], "router=learned: a learned router follows no law that is known"),
         (["ep_size=16", "ranks=32"], "32 in 2 groups of EP 16 = 1 node x 32 ranks"),
         (["ep_size=128"], "EP 128 = 2 nodes x 56 to 72 ranks"),
         (["mode=training", "wire.backward=mxfp8"], "forward and backward"),
-        (["expert_tp=2", "dispatcher=padded"], "2 ranks share each expert"),
+        (
+            [
+                "expert_tp=2",
+                "dispatcher=padded",
+                "mode=training",
+                "topology.ranks_per_node=4",
+                "wire.dispatch=mxfp8",
+                "wire.backward=mxfp8",
+                "tokens=9999999",
+            ],
+            "2 ranks share each expert",
+        ),
         (["ep_size=72", "placement=balance"], "13 on each; 936 slots, 40 redundant"),
         (["tokens=[9,0,0,0,0,0,0,1]", "chunks=2"], "1.250 tokens a rank on average, 9 at most"),
         (["router=zipf", "layers=1"], "times the mean"),

@@ -193,36 +193,35 @@ def time_in_words(figures: Figures) -> str:
     times = figures["times"]
     if figures["bound"] == "nothing":
         return "nothing leaves a rank, so nothing takes time"
-    each = _sum(one["bytes_us"] for one in times)
     text = f"a layer takes at least {_sum([figures['layer_us']])} on {figures['hardware']}"
-    floors = [one["latency_us"] for one in times]
-    slow = TITLES[figures["binding_tier"]]
-    rate = _rate(figures[f"{figures['binding_tier']}_GBps"])
-    if None in floors:
-        return (
-            f"{text}: the bytes bind, {each} on the {slow} links at {rate}; no latency floor is"
-            f" known for {'some phases' if any(floors) else 'this machine'}"
-        )
-    floor = " + ".join(f"{one:g}" for one in floors)
-    reach = f", {_measured(times)} at the rates measured" if figures["measured_GBps"] else ""
-    if figures["binding_tier"] != "scale_up":
-        reach = ""
-    if figures["bound"] == "latency":
-        return (
-            f"{text}: latency binds, not bandwidth. The bytes take {each} at the nominal"
-            f" {rate} of {slow}{reach}, less than the latency floor of {floor} us"
-        )
-    if figures["bound"] == "bandwidth":
-        return (
-            f"{text}: bandwidth binds, not latency. The bytes take {each} at the nominal"
-            f" {rate} of {slow}{reach}, more than the latency floor of {floor} us"
-        )
-    binds = ", ".join(f"{one['phase']} by {one['bound']}" for one in times)
-    return f"{text}: {binds}. Bytes {each} at {rate}{reach}, latency floor {floor} us"
+    floors, bound = [one["latency_us"] for one in times], figures["bound"]
+    bytes_take = f"{_sum(one['bytes_us'] for one in times)} {_where(figures)}"
+    if None in floors and bound == "bandwidth":
+        machine = "some phases" if any(floors) else "this machine"
+        return f"{text}: the bytes bind, {bytes_take}; no latency floor is known for {machine}"
+    floor = " + ".join("?" if one is None else f"{one:g}" for one in floors)
+    if bound == "both":
+        binds = ", ".join(f"{_name(one)} by {one['bound']}" for one in times)
+        return f"{text}: {binds}. The bytes take {bytes_take}, the latency floor is {floor} us"
+    said = {
+        "latency": ("latency binds, not bandwidth", "less"),
+        "bandwidth": ("bandwidth binds, not latency", "more"),
+    }
+    what, compared = said[bound]
+    than = f"{compared} than the latency floor of {floor} us"
+    return f"{text}: {what}. The bytes take {bytes_take}, {than}"
 
 
-def _measured(times: Sequence[Figures]) -> str:
-    return _sum(max(one["measured_us"].values(), default=0) for one in times)
+def _where(figures: Figures) -> str:
+    """On which links, and at which rates."""
+    times = figures["times"]
+    tiers = {one["tier"] for one in times if one["tier"]}
+    if len(tiers) > 1:
+        return "on the slower links of each phase"
+    (tier,) = tiers
+    reached = [one["measured_us"].get(tier) for one in times]
+    reach = "" if None in reached else f", {_sum(reached)} at the rates measured"
+    return f"at the nominal {_rate(figures[f'{tier}_GBps'])} of {TITLES[tier]}{reach}"
 
 
 def _sum(times_us: Iterable[float]) -> str:
@@ -265,7 +264,7 @@ def traffic(figures: Figures, width: int) -> list[Line]:
 
 
 def _name(one: Figures) -> str:
-    return one["phase"] if one["direction"] == "forward" else f"{one['phase']} backward"
+    return one["phase"] if one["direction"] == "forward" else f"{one['phase']} bwd"
 
 
 def _unit(most: float) -> int:
@@ -277,7 +276,9 @@ def _size(num_bytes: float, column: str, unit: int) -> str:
     if column == "row":
         return f"{num_bytes:,.0f}"
     value = num_bytes / 1000**unit
-    return "-" if not num_bytes else f"{value:,.2f}" if value >= 0.005 else "<0.01"
+    if not num_bytes or value < 0.005:
+        return "<0.01" if num_bytes else "-"
+    return f"{value:,.2f}" if value < 1e4 else f"{value:,.0f}"
 
 
 def time(figures: Figures, width: int) -> list[Line]:
