@@ -5,7 +5,7 @@ what was planned   ANSWER in words   TRAFFIC   TIME   CROSSOVERS   CONVENTIONS
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from comm.report.answer import LABEL, labelled_facts
