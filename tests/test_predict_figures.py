@@ -204,7 +204,8 @@ def test_a_thousand_ranks_take_less_than_a_second():
 def test_crossovers(judged):
     found = judged["crossovers"]
     # 16 (R - 1) / R rows for each choice, R - 1 for an all-gather: fewer from R = 17 on
-    assert found["copies_beat_allgather"] == 17 and found["dedup_beats_allgather"] == 2 + 1 - 1
+    assert found["copies_beat_allgather"] == 17
+    assert found["dedup_beats_allgather"] == 2  # of 1.2e-5 tokens no choice leaves the rank
     four_bits, sixteen = found["expert_moves"]
     values = 3 * 3584 * 3072
     assert four_bits["expert_bytes"] == values // 2 + values // 32
