@@ -75,8 +75,10 @@ def _entry(sweep: Sweep, run: Planned) -> dict[str, Any]:
 
 
 def _name(number: int, entry: dict[str, Any]) -> str:
-    words = ",".join(f"{name}={value}" for name, value in entry["values"].items())
-    return f"{number:03}-" + re.sub(r"[^\w.=,+-]+", "-", words)[:100].rstrip("-,")
+    """Of a run's folder; of signs that need no quotes on a command line."""
+    words = [f"{name.rsplit('.', 1)[-1]}-{value}" for name, value in entry["values"].items()]
+    text = re.sub(r"[^\w.-]+", "-", "_".join([f"{number:03}", *words]))
+    return text[:100].rstrip("-.")
 
 
 def _run(sweep: Sweep, run: Planned, entry: dict[str, Any], folder: Path) -> None:
