@@ -65,6 +65,8 @@ def read_sweep(words: Sequence[str]) -> Sweep:
         raise ConfigError(f"{' '.join(axes)}: {number:,} combinations; at most {MAX_RUNS:,}")
     config = compose(["job=sweep", *own])
     total = config.sweep.total_tokens
+    if total is not None and "tokens" in typed:
+        raise ConfigError(f"{typed['tokens']}: sweep.total_tokens={total} says it; leave it out")
     runs = tuple(
         _planned(job, settings, combination, total)
         for combination in itertools.product(*axes.values())
