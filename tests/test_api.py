@@ -142,3 +142,30 @@ def test_parts_and_options_of_a_group():
     assert (config.router.name, config.router.max_over_mean, config.tokens) == ("skew", 2.0, 7)
     with pytest.raises(TypeError, match="a setting is a number"):
         words({"tokens": {1, 2}})
+
+
+@pytest.mark.parametrize("first", ["ours", "Jupyter's"])
+def test_jupyter_may_have_a_package_of_the_same_name(first, tmp_path):
+    """`comm` of PyPI, which ipykernel needs: both packages work, whichever is found first."""
+    (tmp_path / "comm").mkdir()
+    (tmp_path / "comm" / "__init__.py").write_text(
+        "from .base_comm import BaseComm\ncreate_comm = BaseComm\n"
+    )
+    (tmp_path / "comm" / "base_comm.py").write_text("class BaseComm: pass\n")
+    script = (
+        "import moe, comm, comm.base_comm, comm.report.units as units\n"
+        "from comm import topology\n"
+        "assert comm.create_comm is comm.base_comm.BaseComm and units.GIB == 2**30\n"
+        "assert topology.TIER_NAMES and not hasattr(comm, 'nothing')\n"
+        "print(moe.load)\n"
+    )
+    folders = [str(ROOT), str(tmp_path)] if first == "ours" else [str(tmp_path), str(ROOT)]
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path / "comm",
+        env={"PYTHONPATH": ":".join(folders)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0 and "function load" in done.stdout, done.stderr

@@ -190,7 +190,7 @@ BAD = ({"network_bytes": 2e6, "verdicts": {"exact": "OUTSIDE"}}, 3)
 
 def test_an_interrupted_sweep_keeps_what_is_done(monkeypatch, capsys):
     status, record = run_fakes(monkeypatch, [GOOD, KeyboardInterrupt()], "seed=1,2,3")
-    assert status == 130
+    assert status == record["status"] == 130
     assert [run["state"] for run in record["runs"]] == ["done", "not reached", "not reached"]
     assert record["outcome"] == "1 of 3 done"
     assert "not reached: the sweep ended before" in capsys.readouterr().out

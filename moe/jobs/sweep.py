@@ -24,6 +24,7 @@ from moe.sweep import Planned, Sweep
 from moe.version import VERSION
 
 SCHEMA = "wideep.sweep/1"
+INTERRUPTED = 130
 MATPLOTLIB = 'sweep.html needs matplotlib: pip install "wideep[report]"'
 
 
@@ -46,6 +47,7 @@ def launch(sweep: Sweep) -> int:
         "result_dir": str(folder),
         "runs": entries,
     }
+    early = 0
     try:
         with progress(len(entries), "runs") as done:
             for number, (run, entry) in enumerate(zip(sweep.runs, entries, strict=True)):
@@ -53,8 +55,14 @@ def launch(sweep: Sweep) -> int:
                     _run(sweep, run, entry, folder / _name(number, entry))
                     _save(folder, _ended(record, clock))
                 done.advance()
-    finally:  # Ctrl-C and SIGTERM, too
-        finished = _with_page(folder, _ended(record, clock))
+    except KeyboardInterrupt:
+        early = INTERRUPTED
+        raise
+    except SystemExit as stop:  # SIGTERM
+        early = int(stop.code or 1)
+        raise
+    finally:  # what is done is kept
+        finished = _with_page(folder, _ended(record, clock, early))
         _save(folder, finished)
         print_lines(sweep_page(finished, WIDTH))
     return finished["status"]
@@ -116,11 +124,11 @@ def _predicted(config: Any, folder: Path) -> tuple[dict[str, Any], int]:
 FIGURES_OF = {"emulate": _emulated, "predict": _predicted}
 
 
-def _ended(record: dict[str, Any], clock: float) -> dict[str, Any]:
-    """The record as if the sweep ended now."""
+def _ended(record: dict[str, Any], clock: float, early: int = 0) -> dict[str, Any]:
+    """The record as if the sweep ended now; early: the status of a sweep that was stopped."""
     runs = record["runs"]
     counts = {state: sum(run["state"] == state for run in runs) for state in (DONE, FAILED)}
-    status = next((run["status"] for run in runs if run["status"]), 0)
+    status = early or next((run["status"] for run in runs if run["status"]), 0)
     parts = [f"{counts[DONE]} of {len(runs)} done"]
     if counts[FAILED]:
         parts.append(f"{counts[FAILED]} failed")
