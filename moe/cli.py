@@ -103,7 +103,7 @@ def _keys_section() -> str:
         choices = options(name) if key.group else key.choices
         default = defaults[name] if key.group else key.default
         lines.extend(_entry(name, shown(default), key.text, choices))
-    for name in ("model", "scale"):
+    for name in ("model", "scale", "hardware"):
         parts = [part.name.partition(".")[2] for part in _parts_of(name)]
         parts = [part for part in parts if part not in LABELS]
         lines.extend(_entry(f"{name}.FIELD", None, f"one value of it: {', '.join(parts)}", ()))

@@ -54,6 +54,7 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
     "moe.version": (),
     "moe.philox": (),
     "moe.model": (),
+    "moe.hardware": (),
     "moe.hf_config": ("moe.model",),
     "moe.synthetic": ("moe.philox", "moe.routing.draws"),
     "moe.experts": ("torch", "moe.model", "moe.philox"),
@@ -71,7 +72,7 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
         *("moe.routing", "moe.model", "moe.philox", "moe.synthetic", "moe.traces"),
         "comm.analytic.law",
     ),
-    "moe.settings": ("moe.model", "moe.routing.options"),
+    "moe.settings": ("moe.hardware", "moe.model", "moe.routing.options"),
     "moe.netns": (),
     "moe.nodes": ("moe.netns", "moe.settings"),  # nor torch: it only starts those who need it
     "moe.machines": ("moe.settings",),

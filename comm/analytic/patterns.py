@@ -73,16 +73,20 @@ class Lane:
 def dispatched(run: RunShape, paths: Paths, lane: Lane, shifts: int) -> Pattern:
     """Rows of a dispatch to `shifts` lanes, the own one first; of a combine with one of them."""
     if run.dispatcher in TWO_HOPS:
-        tiers = _two_hops(paths, lane)
-        return Pattern("hits" if run.dispatcher == "two_hop" else "every", _scopes(tiers))
+        return Pattern(dispatch_kind(run), _scopes(_two_hops(paths, lane)))
     tiers = np.zeros((len(LinkTier), *_shape(lane)), np.int16)
     for shift in range(shifts):
         shard = lane.ranks % run.expert_tp
         there = lane.ranks - shard + (shard + shift) % run.expert_tp
         _add(tiers, _tier(paths, lane.ranks[:, None], there[None]), slice(0, len(there)))
-    whole = whole_tokens(run.dispatcher, run.deduplicate)
-    kind = "every" if run.dispatcher == "allgather" else "hits" if whole else "copies"
-    return Pattern(kind, _scopes(tiers))
+    return Pattern(dispatch_kind(run), _scopes(tiers))
+
+
+def dispatch_kind(run: RunShape) -> str:
+    """What brings a row: see `Pattern`."""
+    if run.dispatcher in ("allgather", "hierarchical_allgather"):
+        return "every"
+    return "hits" if whole_tokens(run.dispatcher, run.deduplicate) else "copies"
 
 
 def gathered(run: RunShape, paths: Paths, lane: Lane) -> Pattern:

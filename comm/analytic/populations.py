@@ -92,7 +92,7 @@ class _Sum:
 
 
 @dataclass(frozen=True)
-class _Served:
+class Served:
     """Tokens of a lane that are served alike.
 
     slot_share: [S] probability that a slot serves a pick of its expert
@@ -126,7 +126,7 @@ class Tokens:
         ]
         self._picks: dict[tuple[bytes, ...], Picks] = {}
         self._laws: dict[tuple[bytes, ...], LawSet] = {}
-        self._serving: dict[tuple[bytes, ...], list[_Served]] = {}
+        self._serving: dict[tuple[bytes, ...], list[Served]] = {}
         self._variances: dict[tuple[bytes, ...], Floats] = {}
         self._inclusion: dict[int, Floats] = {}
 
@@ -135,16 +135,21 @@ class Tokens:
         patterns = [pattern_of(lane) for lane in self.lanes]
         found: dict[tuple[bytes, ...], LayerRows] = {}
         rows = []
-        for layer, place in enumerate(self.layers):
-            variant = self.law.variant[:, layer] if isinstance(self.law, Weighted) else np.zeros(0)
-            key = (
-                place.expert.tobytes(), place.position.tobytes(),
-                variant.tobytes(), self.active[:, layer].tobytes(),
-            )  # fmt: skip
+        for layer in range(len(self.layers)):
+            key = self.key(layer)
             if key not in found:
                 found[key] = self._layer_rows(layer, patterns, by_rank)
             rows.append(found[key])
         return rows
+
+    def key(self, layer: int) -> tuple[bytes, ...]:
+        """Equal for layers whose rows follow equal laws."""
+        place = self.layers[layer]
+        variant = self.law.variant[:, layer] if isinstance(self.law, Weighted) else np.zeros(0)
+        return (
+            place.expert.tobytes(), place.position.tobytes(),
+            variant.tobytes(), self.active[:, layer].tobytes(),
+        )  # fmt: skip
 
     def _layer_rows(self, layer: int, patterns: Sequence[Pattern], by_rank: bool) -> LayerRows:
         ranks = len(self.lanes[0].ranks)
@@ -165,7 +170,7 @@ class Tokens:
                 for scope, rows in enumerate(pattern.rows):
                     total.add(scope, every_block(rows), tokens)
                 continue
-            for served, variant, tokens in self._alike(layer, lane):
+            for served, variant, tokens in self.alike(layer, lane):
                 some = np.flatnonzero(tokens)
                 for scope, rows in enumerate(pattern.rows):
                     laws = self._law_set(layer, lane, served, variant, pattern.kind, rows[some])
@@ -182,7 +187,7 @@ class Tokens:
             (mean, covariance) if by_rank else None,
         )
 
-    def _alike(self, layer: int, lane: Lane) -> Iterator[tuple[_Served, int, Ints]]:
+    def alike(self, layer: int, lane: Lane) -> Iterator[tuple[Served, int, Ints]]:
         """(how they are served, variant of the router, tokens [G] of each source) of a lane."""
         for variant, steps in self._variants(layer):
             for served in self._served(layer, lane):
@@ -200,7 +205,7 @@ class Tokens:
         variant = np.asarray(self.law.variant)[:, layer]
         return [(int(v), variant == v) for v in np.unique(variant)]
 
-    def _served(self, layer: int, lane: Lane) -> list[_Served]:
+    def _served(self, layer: int, lane: Lane) -> list[Served]:
         place = self.layers[layer]
         key = (place.expert.tobytes(), place.position.tobytes(), lane.ranks.tobytes())
         if key not in self._serving:
@@ -212,13 +217,13 @@ class Tokens:
                 )
         return self._serving[key]
 
-    def _serve(self, place: Layer, lane: Lane) -> Iterator[_Served]:
+    def _serve(self, place: Layer, lane: Lane) -> Iterator[Served]:
         """The tokens of a lane by how they are served, those served alike together."""
         num_ranks = len(lane.ranks)
         differ = self.run.replica_choice == "nearest" and place.is_replicated
         ends = np.cumsum(self.run.tokens_per_rank)[lane.ranks]
         starts = ends - np.array(self.run.tokens_per_rank)[lane.ranks]
-        found: dict[tuple[bytes, bool], _Served] = {}
+        found: dict[tuple[bytes, bool], Served] = {}
         for source in range(num_ranks if differ else 1):
             shares = slot_shares(place, self.run.replica_choice, lane.node_of, source)
             sources = np.arange(num_ranks) == source if differ else np.ones(num_ranks, bool)
@@ -236,12 +241,12 @@ class Tokens:
                     sources_too = old.sources | sources
                     if per_step is not None and old.per_step is not None:
                         per_step = per_step + old.per_step
-                    found[key] = _Served(share, sources_too, per_step)
+                    found[key] = Served(share, sources_too, per_step)
                 else:
-                    found[key] = _Served(share, sources, per_step)
+                    found[key] = Served(share, sources, per_step)
         return iter(found.values())
 
-    def _picks_of(self, layer: int, lane: Lane, served: _Served, variant: int) -> Picks:
+    def picks_of(self, layer: int, lane: Lane, served: Served, variant: int) -> Picks:
         share = self.layers[layer].rank_share(served.slot_share)
         key = (share.tobytes(), lane.node_of.tobytes(), str(variant).encode())
         if key not in self._picks:
@@ -255,7 +260,7 @@ class Tokens:
         return np.ones(self.run.num_experts)
 
     def _law_set(
-        self, layer: int, lane: Lane, served: _Served, variant: int, kind: str, rows: IntArray
+        self, layer: int, lane: Lane, served: Served, variant: int, kind: str, rows: IntArray
     ) -> LawSet:
         place, run = self.layers[layer], self.run
         key = (
@@ -267,30 +272,30 @@ class Tokens:
         if isinstance(self.law, GroupLimited):
             share = place.rank_share(served.slot_share)
             laws = group_limited_rows(kind, rows, share, lane.node_of, run.top_k, self.law)
-        elif self._is_plain(served):
+        elif self.is_plain(served):
             sizes = place.sizes(served.slot_share)
             laws = uniform_rows(kind, rows, sizes, lane.node_of, run.top_k)
         else:
-            picks = self._picks_of(layer, lane, served, variant)
+            picks = self.picks_of(layer, lane, served, variant)
             laws = LawSet.from_list(skewed_rows(picks, kind, rows))
         self._laws[key] = laws
         return laws
 
     def _by_rank(
-        self, layer: int, lane: Lane, served: _Served, variant: int, kind: str
+        self, layer: int, lane: Lane, served: Served, variant: int, kind: str
     ) -> tuple[Floats, Floats]:
         """(mean [G], covariance [G, G]) of the rows of a token to each rank."""
         place = self.layers[layer]
-        if self._is_plain(served):
+        if self.is_plain(served):
             return uniform_by_rank(kind, place.sizes(served.slot_share), self.run.top_k)
-        picks = self._picks_of(layer, lane, served, variant)
+        picks = self.picks_of(layer, lane, served, variant)
         if kind == "copies":
             return picks.copies
         missed, covariance = picks.misses
         ranks = slice(0, len(lane.ranks))
         return 1 - missed[ranks], covariance[ranks, ranks]
 
-    def _is_plain(self, served: _Served) -> bool:
+    def is_plain(self, served: Served) -> bool:
         """Uniform routing, and one rank for each expert: what `fanout` knows exactly."""
         one_slot = bool(np.isin(served.slot_share, (0, 1)).all())
         return one_slot and isinstance(self.law, Uniform | Markov)
@@ -309,7 +314,7 @@ class Tokens:
         except ValueError as refusal:
             raise Unlawful(str(refusal)) from refusal
         for lane, pattern in zip(self.lanes, patterns, strict=True):
-            for served, _, tokens in self._alike(layer, lane):
+            for served, _, tokens in self.alike(layer, lane):
                 for scope, rows in enumerate(pattern.rows):
                     laws = self._law_set(layer, lane, served, 0, pattern.kind, rows)
                     total.add(scope, laws, tokens)

@@ -9,6 +9,7 @@ import json
 import re
 import sys
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from comm.report.record import plain
 from comm.report.store import make_result_dir, write_whole
 from comm.report.sweep_page import DONE, FAILED, REFUSED, UNREACHED, sweep_csv, sweep_page
 from comm.spawn import RankFailure
-from moe.settings import RANK_FAILED, ConfigError, UnfitError
+from moe.settings import RANK_FAILED, Config, ConfigError, UnfitError
 from moe.sweep import Planned, Sweep
 from moe.version import VERSION
 
@@ -104,9 +105,7 @@ def _run(sweep: Sweep, run: Planned, entry: dict[str, Any], folder: Path) -> Non
     entry["folder"] = folder.name if folder.exists() else None
 
 
-def _emulated(config: Any, folder: Path) -> tuple[dict[str, Any], int]:
-    from dataclasses import replace
-
+def _emulated(config: Config, folder: Path) -> tuple[dict[str, Any], int]:
     from comm.report.store import read_record
     from comm.report.sweep_figures import run_figures
     from moe.jobs.emulate import run
@@ -115,10 +114,31 @@ def _emulated(config: Any, folder: Path) -> tuple[dict[str, Any], int]:
     return run_figures(record), record["status"]
 
 
-def _predicted(config: Any, folder: Path) -> tuple[dict[str, Any], int]:
+def _predicted(config: Config, folder: Path) -> tuple[dict[str, Any], int]:
+    """As of a run: forward, without counts messages; expected. Raises ConfigError without a law."""
     from moe.prediction import predict
 
-    return predict(config).as_dict(), 0
+    try:
+        prediction = predict(config)
+        traffic = prediction.traffic
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    figures: dict[str, Any] = {}
+    if prediction.tokens:
+        kinds = tuple(kind for kind in traffic.kinds if kind != "counts")
+        for name, scope in (
+            ("scale_up", "scale_up"),
+            ("scale_out", "scale_out"),
+            ("network", "remote"),
+        ):
+            one = prediction.of(scope, kinds=kinds, directions=("forward",))
+            figures[f"{name}_bytes"] = one.mean / prediction.tokens
+            figures["expected_std"] = one.std / prediction.tokens  # of the network, which is last
+        figures["expected_bytes"] = figures["network_bytes"]
+        figures["rows_per_token"] = prediction.as_dict()["rows_per_token"]
+        if not prediction.unknown_tiers:
+            figures["step_us"] = prediction.step_us
+    return figures, 0
 
 
 FIGURES_OF = {"emulate": _emulated, "predict": _predicted}
