@@ -1,6 +1,7 @@
 """WideEP in Python: what it takes, returns and raises, and that it stays quiet and light."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import moe
-from moe import ConfigError, RankFailure, emulate, load
+from moe import ConfigError, RankFailure, emulate, load, predict
 from moe.config import compose
 from moe.words import text_of, words
 
@@ -76,13 +77,13 @@ def test_a_script_needs_no_guard_and_may_print_the_page(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "print('once')\nfrom moe import emulate\n"
-        "result = emulate(ranks=2, layers=1, tokens=4, kernel=False, reference=False, show=True)\n"
+        "result = emulate(ranks=2, layers=1, tokens=4, model={'num_experts': 12, 'top_k': 3}, show=True)\n"
         "print(result)\n"
     )
     done = subprocess.run(
         [sys.executable, script.name],
         cwd=tmp_path,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=120,
@@ -135,6 +136,19 @@ def test_values_survive_the_command_line(value):
     assert type(back) is type(list(value) if isinstance(value, tuple) else value)
 
 
+def test_a_prediction_expects_what_a_run_counts(finished):
+    result, _ = finished
+    given = {"tokens": [5, 0, 4], "scale": "laptop", "wire.dispatch": "mxfp8"}
+    expected = predict({key: value for key, value in SMALL.items() if key != "warmup"}, given)
+    entry = next(one for one in result.to_dict()["totals"]["phases"] if one["phase"] == "combine")
+    law = expected.of("remote", ("combine",))
+    assert law.mean == pytest.approx(entry["network"]["expected_bytes"])
+    assert law.std == pytest.approx(entry["network"]["expected_std"])
+    assert expected.as_dict()["ranks"] == 3
+    with pytest.raises(ConfigError, match="job=predict does not use it"):
+        predict(warmup=2)
+
+
 def test_parts_and_options_of_a_group():
     given = {"router": {"name": "skew", "max_over_mean": 2}, "tokens": np.int64(7)}
     assert words(given) == ["router=skew", "router.max_over_mean=2", "tokens=7"]
@@ -163,7 +177,7 @@ def test_jupyter_may_have_a_package_of_the_same_name(first, tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", script],
         cwd=tmp_path / "comm",
-        env={"PYTHONPATH": ":".join(folders)},
+        env=os.environ | {"PYTHONPATH": ":".join(folders)},
         capture_output=True,
         text=True,
         timeout=60,

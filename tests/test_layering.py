@@ -98,7 +98,9 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
     ),
     "moe.jobs.compare": ("moe.settings", "comm.report"),
     "moe.jobs.export": ("moe.settings", "comm.report"),
-    "moe.jobs.predict": (*("moe.settings", "moe.version", "comm.analytic", "comm.report"),),
+    "moe.jobs.predict": (
+        *("moe.prediction", "moe.settings", "moe.version", "comm.analytic", "comm.report"),
+    ),
 }
 ENTRIES = {"moe.__main__", "moe.api"}  # who may start a job
 HYDRA_ALLOWED = {"moe.config", "moe.conf_files", "moe.__main__"}

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import re
 import sys
 from html.parser import HTMLParser
@@ -270,6 +271,25 @@ def test_the_expectation_at_full_width_is_the_closed_form():
     assert wire["dispatch"] == wire["combine"] == "bf16"
     expected = 92 * rows * (2 * width + 16 * 8 + 2 * width)
     assert run_figures(record)["expected_bytes"] == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_sweep_of_predictions(capsys):
+    """The closed form of one token in 92 layers, at 8 and at 64 ranks; a router without a law."""
+    words = ["ep_size=8,64", "router=uniform,learned", "sweep.total_tokens=512", "output_dir=out"]
+    assert main(["sweep", "job=predict", *words]) == 0
+    with open("out/sweep.json") as file:
+        runs = {tuple(run["values"].values()): run for run in json.load(file)["runs"]}
+    for ranks in (8, 64):
+        missed = comb(896 - 896 // ranks, 16) / comb(896, 16)
+        expected = 92 * (ranks - 1) * (1 - missed) * (2 * 2 * 3584 + 16 * 8)
+        figures = runs[str(ranks), "uniform"]["figures"]
+        assert figures["network_bytes"] == pytest.approx(expected, rel=1e-9)
+        assert figures["rows_per_token"] == pytest.approx((ranks - 1) * (1 - missed))
+        left = runs[str(ranks), "learned"]
+        assert left["state"] == "refused" and "no law" in left["reason"]
+    page = capsys.readouterr().out
+    assert "no run was made" in page and "least time" in page and "verdict" not in page
+    assert sorted(os.listdir("out")) == ["sweep.csv", "sweep.html", "sweep.json"]
 
 
 def test_the_configuration_of_a_sweep_has_few_keys():
