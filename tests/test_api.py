@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -77,7 +78,8 @@ def test_a_script_needs_no_guard_and_may_print_the_page(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "print('once')\nfrom moe import emulate\n"
-        "result = emulate(ranks=2, layers=1, tokens=4, model={'num_experts': 12, 'top_k': 3}, show=True)\n"
+        "small = {'num_experts': 12, 'top_k': 3}\n"
+        "result = emulate(ranks=2, layers=1, tokens=4, model=small, show=True)\n"
         "print(result)\n"
     )
     done = subprocess.run(
@@ -93,6 +95,22 @@ def test_a_script_needs_no_guard_and_may_print_the_page(tmp_path):
     lines = done.stdout.splitlines()
     assert lines.count("once") == 1 and any(line.startswith("ANSWER  ") for line in lines)
     assert lines[-1].startswith("<result of kimi_k3, rank_dedup, 2 ranks: status 0, in results/")
+
+
+def test_the_examples_of_the_docs_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs" / "python.md").read_text()
+    examples = re.findall(r"```python\n(.*?)```", text, re.S)
+    assert len(examples) == 4
+    for example in examples:
+        folder = next(iter(sorted(tmp_path.glob("results/*"))), tmp_path)
+        monkeypatch.setattr("sys.argv", ["example.py", str(folder)])
+        exec(compile(example, "python.md", "exec"), {})
+    lines = capsys.readouterr().out.splitlines()
+    sent = [load(folder).bytes(phase=phase, tier="scale_out") for phase in ("dispatch", "combine")]
+    for phase, num_bytes in zip(("dispatch", "combine"), sent, strict=True):
+        assert f"{phase} {num_bytes} B between nodes" in lines
+    assert lines[-1].startswith("rank_dedup ") and lines[-1].endswith(" B a token")
 
 
 def test_importing_is_light_and_no_module_hides_a_function():
