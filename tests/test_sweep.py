@@ -212,7 +212,7 @@ def test_without_matplotlib_there_is_a_table_and_the_way_to_a_page(monkeypatch, 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     status, record = run_fakes(monkeypatch, [GOOD, GOOD], "seed=1,2")
     assert status == 0 and not record["page"]
-    assert 'pip install "wideep[report]"' in " ".join(capsys.readouterr().out.split())
+    assert 'pip install "wideep[plots]"' in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_table_is_as_narrow_as_the_page():

@@ -26,7 +26,7 @@ from moe.version import VERSION
 
 SCHEMA = "wideep.sweep/1"
 INTERRUPTED = 130
-MATPLOTLIB = 'sweep.html needs matplotlib: pip install "wideep[report]"'
+MATPLOTLIB = 'sweep.html needs matplotlib: pip install "wideep[plots]"'
 
 
 def launch(sweep: Sweep) -> int:
