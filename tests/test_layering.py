@@ -98,8 +98,15 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
     ),
     "moe.jobs.compare": ("moe.settings", "comm.report"),
     "moe.jobs.export": ("moe.settings", "comm.report"),
+    # Nothing that runs ranks, and no torch.
+    "moe.prediction": (
+        *("moe.settings", "moe.hardware", "moe.plan", "moe.facts", "moe.predict_figures"),
+        *("comm.analytic", "comm.balance", "comm.placement", "comm.topology"),
+    ),
+    "moe.predict_figures": ("moe.prediction", "moe.predict_crossovers", "comm.analytic"),
+    "moe.predict_crossovers": ("moe.prediction", "comm.analytic"),
     "moe.jobs.predict": (
-        *("moe.prediction", "moe.settings", "moe.version", "comm.analytic", "comm.report"),
+        *("moe.settings", "moe.version", "moe.prediction", "comm.analytic", "comm.report"),
     ),
 }
 ENTRIES = {"moe.__main__", "moe.api"}  # who may start a job

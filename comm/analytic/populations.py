@@ -19,8 +19,8 @@ from comm.analytic.choices import capacity
 from comm.analytic.law import GroupLimited, Law, Markov, Uniform, Weighted
 from comm.analytic.markov import FORGOTTEN, Chain, Sequences, bilinear
 from comm.analytic.padding import expected_dropped, kept_variance
-from comm.analytic.paths import Paths
-from comm.analytic.patterns import SCOPES, Lane, Pattern
+from comm.analytic.paths import TWO_HOPS, Paths
+from comm.analytic.patterns import SCOPES, Lane, Pattern, sources_alike
 from comm.analytic.row_laws import (
     LawSet,
     Population,
@@ -129,6 +129,7 @@ class Tokens:
         self._serving: dict[tuple[bytes, ...], list[Served]] = {}
         self._variances: dict[tuple[bytes, ...], Floats] = {}
         self._inclusion: dict[int, Floats] = {}
+        self._sources: dict[tuple[bytes, bytes], tuple[Ints, Ints]] = {}
 
     def rows(self, pattern_of: Callable[[Lane], Pattern], by_rank: bool) -> list[LayerRows]:
         """The rows of every layer; by_rank: also by destination, for patterns without hops."""
@@ -152,12 +153,7 @@ class Tokens:
         )  # fmt: skip
 
     def _layer_rows(self, layer: int, patterns: Sequence[Pattern], by_rank: bool) -> LayerRows:
-        ranks = len(self.lanes[0].ranks)
-        of_pick = [
-            int(p.rows[..., :ranks].max()) + int(p.rows[..., ranks:].max(initial=0))
-            for p in patterns
-        ]
-        total = _Sum(most=max(1, self.run.top_k * max(of_pick)))
+        total = _Sum(most=max(1, self.run.top_k * max(map(_rows_of_pick, patterns))))
         if isinstance(self.law, Markov) and patterns[0].kind != "every":
             return self._markov_rows(layer, patterns, total)
         size = self.run.world_size
@@ -167,14 +163,18 @@ class Tokens:
         for lane, pattern in zip(self.lanes, patterns, strict=True):
             if pattern.kind == "every":
                 tokens = self.active[:, layer, lane.ranks].sum(axis=0)
-                for scope, rows in enumerate(pattern.rows):
+                sources, tokens = self._kinds(lane, np.zeros_like(tokens), tokens)
+                for scope, rows in enumerate(pattern.of(sources)):
                     total.add(scope, every_block(rows), tokens)
                 continue
             for served, variant, tokens in self.alike(layer, lane):
-                some = np.flatnonzero(tokens)
-                for scope, rows in enumerate(pattern.rows):
-                    laws = self._law_set(layer, lane, served, variant, pattern.kind, rows[some])
-                    total.add(scope, laws, tokens[some])
+                sizes = None
+                if self.is_plain(served):
+                    sizes = self.layers[layer].sizes(served.slot_share)
+                sources, of_kind = self._kinds(lane, sizes, tokens)
+                for scope, rows in enumerate(pattern.of(sources)):
+                    laws = self._law_set(layer, lane, served, variant, pattern.kind, rows)
+                    total.add(scope, laws, of_kind)
                 if by_rank:
                     here, spread = self._by_rank(layer, lane, served, variant, pattern.kind)
                     mean[lane.ranks] += tokens.sum() * here
@@ -186,6 +186,24 @@ class Tokens:
             total.most,
             (mean, covariance) if by_rank else None,
         )
+
+    def _kinds(self, lane: Lane, sizes: Ints | None, tokens: Ints) -> tuple[Ints, Ints]:
+        """(a source of each kind [n], tokens [n] of all that are like it), none without tokens.
+
+        sizes: [G] experts of each rank where these alone decide; None: each source is its own kind
+        tokens: [G] of each source
+        """
+        kinds, of = np.arange(len(tokens)), np.arange(len(tokens))
+        if sizes is not None and self.run.expert_tp == 1:
+            key = (lane.ranks.tobytes(), sizes.tobytes())
+            if key not in self._sources:
+                hops = self.run.dispatcher in TWO_HOPS
+                self._sources[key] = sources_alike(self.paths, lane, sizes, hops)
+            kinds, of = self._sources[key]
+        of_kind = np.zeros(len(kinds), np.int64)
+        np.add.at(of_kind, of, tokens)
+        some = np.flatnonzero(of_kind)
+        return kinds[some], of_kind[some]
 
     def alike(self, layer: int, lane: Lane) -> Iterator[tuple[Served, int, Ints]]:
         """(how they are served, variant of the router, tokens [G] of each source) of a lane."""
@@ -362,12 +380,17 @@ class Tokens:
         if isinstance(self.law, Markov):
             raise Unlawful("how many of correlated choices find a row is not known")
         patterns = [pattern_of(lane) for lane in self.lanes]
-        return [self._kept_rows(layer, patterns) for layer in range(self.run.num_layers)]
+        found: dict[tuple[bytes, ...], LayerRows] = {}
+        for layer in range(self.run.num_layers):
+            if self.key(layer) not in found:
+                found[self.key(layer)] = self._kept_rows(layer, patterns)
+        return [found[self.key(layer)] for layer in range(self.run.num_layers)]
 
     def _kept_rows(self, layer: int, patterns: Sequence[Pattern]) -> LayerRows:
         run, place, room = self.run, self.layers[layer], capacity(self.run)
         mean, variance = np.zeros(len(SCOPES)), np.zeros(len(SCOPES))
         tokens = np.array(run.tokens_per_rank, np.int64)
+        found: dict[tuple[bytes, bytes, int], tuple[Floats, Floats]] = {}
         for lane, pattern in zip(self.lanes, patterns, strict=True):
             rows = pattern.rows[:, :, place.position]  # [scope, G, S]
             for step in range(run.num_steps):
@@ -376,7 +399,10 @@ class Tokens:
                     active = self.active[step, layer] * here / np.maximum(1, tokens)
                     for g, rank in enumerate(lane.ranks.tolist()):
                         wanting = np.rint(share_of_tokens[g] * active[rank]).astype(np.int64)
-                        kept, spread = _kept(wanting, chance[g], int(room[chunk, rank]))
+                        rows_of = (wanting.tobytes(), chance[g].tobytes(), int(room[chunk, rank]))
+                        if rows_of not in found:
+                            found[rows_of] = _kept(wanting, chance[g], rows_of[2])
+                        kept, spread = found[rows_of]
                         mean += rows[:, g] @ kept
                         variance += rows[:, g].astype(np.float64) ** 2 @ spread
         nothing: tuple[Population | None, ...] = (None,) * len(SCOPES)
@@ -400,6 +426,13 @@ class Tokens:
             share_of_tokens += share[:, None] * picked
             chance = np.maximum(chance, served.sources[:, None] * of_expert * served.slot_share)
         return chance, share_of_tokens
+
+
+def _rows_of_pick(pattern: Pattern) -> int:
+    """The most rows that one pick brings, in any scope."""
+    some = pattern.of(np.arange(min(1, pattern.num_ranks)))
+    ranks = pattern.num_ranks
+    return int(some[..., :ranks].max()) + int(some[..., ranks:].max(initial=0))
 
 
 def _kept(wanting: Ints, chance: Floats, room: int) -> tuple[Floats, Floats]:

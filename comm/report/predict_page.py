@@ -117,8 +117,8 @@ def answer(figures: Figures) -> dict[str, str]:
         "TIERS": _tiers(figures),
         "A TOKEN": _token(figures),
         "BUSIEST": _busiest(figures),
-        "MESSAGES": f"{figures['messages_per_rank_step']:,.0f} with rows from each rank in a {passes},"
-        f" {format_bytes(figures['mean_message_bytes'])} each on average",
+        "MESSAGES": f"{figures['messages_per_rank_step']:,.0f} with rows from each rank in a"
+        f" {passes}, {format_bytes(figures['mean_message_bytes'])} each on average",
         "TIME": time_in_words(figures),
     }
     if figures["tokens_per_s"]:
