@@ -240,6 +240,18 @@ def test_a_table_is_as_narrow_as_the_page():
     assert sweep_csv(record).count("\n") == 3
 
 
+def test_names_stand_side_by_side_where_there_are_no_numbers(monkeypatch):
+    pytest.importorskip("matplotlib")
+    figures = run_figures(sample("default"))
+    ends = [(figures | {"network_bytes": 1e6 * n}, 0) for n in (1, 2)]
+    status, record = run_fakes(monkeypatch, ends, "dispatcher=two_hop,padded")
+    assert status == 0 and axis_of(record) == "dispatcher" and record["page"]
+    assert [x for x, _ in series(record)["all"]] == [0.0, 1.0]
+    with open("out/sweep.html") as file:
+        text = Page(file.read()).text
+    assert "two_hop" in text and "padded" in text
+
+
 @pytest.mark.parametrize("name", SAMPLES)
 def test_figures_of_any_run(name):
     """The expectation at full width is that of the rows: as many deviations away as they are."""
