@@ -375,6 +375,13 @@ def _manifest(
                 "renormalize": False,
                 "deduplicate": run.deduplicate,
             },
+            "hardware": {
+                "name": "a_rack",
+                "scale_up_GBps": 900.0,
+                "scale_out_GBps": 50.0,
+                "nics_per_rank": 0.5,
+                "oversubscription": 2.0,
+            },
         },
         "shape": {**K3, **about},
         "full_shape": {**K3, "latent_size": latent and 3584, "top_k": run.top_k},

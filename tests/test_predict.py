@@ -1,4 +1,4 @@
-"""job=predict: the field's numerators of a run that nobody starts."""
+"""job=predict: the page of a run that nobody starts, and what it refuses."""
 
 import os
 import re
@@ -65,7 +65,8 @@ def test_the_reference_table(capsys):
     for name, (rows, megabytes) in TABLE.items():
         assert found[name][0] == pytest.approx(rows, abs=6e-5), name
         assert found[name][1] == pytest.approx(megabytes, abs=0.06), name
-    assert "7,392 B in fp8_block128" in page and "16, 8 on a node; 4,096 tokens a rank" in page
+    assert "wire         dispatch fp8_block128, combine bf16" in page
+    assert "ranks        EP 16 = 2 nodes x 8 ranks; 4,096 tokens a rank" in page
     assert "expected under uniform routing" in page
     assert max(map(len, page.splitlines())) <= WIDTH
 
@@ -76,8 +77,8 @@ def test_the_default_is_the_default_run_at_full_size(capsys):
     found = figures(page)
     assert found["distinct ranks, remote"][0] == 6.1894
     assert found["distinct ranks, remote"][1] == pytest.approx(64 * 6.1894 * 7168e-6, rel=1e-3)
-    assert "between nodes" not in page and "distinct nodes, remote" not in found  # one node
-    assert "7,168 B in bf16" in page
+    assert "between nodes 0 B" in page and "distinct nodes, remote" not in found  # one node
+    assert "kimi_k3 at scale full: 92 MoE layers" in page and "7,168" in page
 
 
 def test_ranks_are_the_group_and_a_remainder_of_experts_is_shared_out(capsys):
@@ -98,12 +99,15 @@ def test_ranks_are_the_group_and_a_remainder_of_experts_is_shared_out(capsys):
             "topology.ranks_per_node=5 must be a positive divisor of the number of ranks (16);"
             " nearest: 4 or 8",
         ),
-        (["ep_size=16", "tokens=[1,2]"], "wants one number for all ranks; nearest: 2"),
-        (["ranks=16", "ep_size=8"], "ranks=16: ep_size=8 says it; leave it out"),
-        (["wire.combine=fp32"], "wire.combine=fp32: job=predict does not use it"),
+        (["ep_size=16", "tokens=[1,2]"], "tokens=[1,2]: lists 2 ranks, ranks=16"),
+        (["ranks=16", "ep_size=5"], "ep_size=5: must divide the 16 ranks; nearest: 4"),
+        (["ep_size=5000"], "ep_size=5000: must be <= 4096; nearest: 4096"),
+        (["wire.backward=fp32"], "wire.backward=fp32: mode=inference does not use it"),
         (["tokens=-1"], "tokens=-1: must be >= 0"),
-        (["dispatcher=two_hop"], "dispatcher=two_hop: job=predict does not use it"),
-        (["router=zipf"], "router=zipf: job=predict does not use it"),
+        (["warmup=2"], "warmup=2: job=predict does not use it"),
+        (["output_dir=x"], "output_dir=x: job=predict does not use it"),
+        (["router=replay"], "router=replay: needs router.path=FILE"),
+        (["hardware=gb200"], "no such hardware; choose ascend_910c"),
         (["wire.dispatch=fp8"], "wire.dispatch=fp8: no such wire format; choose bf16"),
     ],
 )
@@ -127,7 +131,7 @@ def test_under_torchrun_the_first_rank_alone_prints(capsys, monkeypatch, rank, s
     page = predicted(capsys, "tokens=4")
     assert page.startswith("WideEP ") if speaks else page == ""
     if speaks:  # the ranks that were started are those that are imagined
-        assert "2, 2 on a node; 4 tokens a rank" in page
+        assert "EP 2 = 1 node x 2 ranks; 4 tokens a rank" in page
 
 
 def test_nothing_is_written_and_torch_is_not_imported(tmp_path):
@@ -151,6 +155,78 @@ def test_nothing_is_written_and_torch_is_not_imported(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+JUDGED = ("ep_size=64", "tokens=128", "wire.dispatch=mxfp8")
+
+
+def flat(page: str) -> str:
+    return " ".join(page.split())
+
+
+def test_the_page_says_which_of_latency_and_bandwidth_binds(capsys):
+    """Kimi K3 on a rack: latency; with nodes of eight and a card of 50 GB/s: bytes."""
+    page = predicted(capsys, *JUDGED)
+    said = flat(page)
+    assert "puts 1.809 GB of payload on the network in a forward pass of 92 MoE layers and" in said
+    assert "and 184 rounds; with ids, weights, counts and padding 1.830 GB" in said
+    assert "at least 60.4 us on gb200_nvl72: latency binds, not bandwidth. The bytes" in said
+    assert "take 7.4 + 14.4 us at the nominal 900 GB/s of scale-up, 11.4 + 20.6 us at" in said
+    assert "less than the latency floor of 27.8 + 32.6 us" in said
+    assert max(map(len, page.splitlines())) <= WIDTH
+    boxes = flat(predicted(capsys, *JUDGED, "hardware=h100_sxm"))
+    assert "the bytes bind, 118.9 + 230.6 us on the scale-out links at 50.0 GB/s" in boxes
+    assert "no latency floor is known for this machine" in boxes
+    rack = flat(predicted(capsys, *JUDGED, "topology.ranks_per_node=8"))
+    assert "bandwidth binds, not latency. The bytes take 118.9 + 230.6 us at the nominal" in rack
+    assert "50.0 GB/s of scale-out, more than the latency floor of 18.9 + 31 us" in rack
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["ep_size=1"], "nothing leaves a rank, so nothing takes time"),
+        (["ep_size=64", "tokens=270"], "dispatch by bandwidth, combine by latency"),
+        (["hardware=mi355x"], "mi355x has no rate for scale-up: set hardware.scale_up_GBps"),
+        (["hardware=custom", "hardware.scale_up_GBps=10"], "EP 8 = 1 node x 8 ranks"),
+        (["router=learned"], "router=learned: a learned router follows no law that is known"),
+        (["ep_size=16", "ranks=32"], "32 in 2 groups of EP 16 = 1 node x 32 ranks"),
+        (["ep_size=128"], "EP 128 = 2 nodes x 56 to 72 ranks"),
+        (["mode=training", "wire.backward=mxfp8"], "forward and backward"),
+        (["expert_tp=2", "dispatcher=padded"], "2 ranks share each expert"),
+        (["ep_size=72", "placement=balance"], "13 on each; 936 slots, 40 redundant"),
+        (["tokens=[9,0,0,0,0,0,0,1]", "chunks=2"], "1.250 tokens a rank on average, 9 at most"),
+        (["router=zipf", "layers=1"], "times the mean"),
+        (
+            [
+                "ep_size=1024",
+                "tokens=10000000",
+                "topology.ranks_per_node=8",
+                "mode=training",
+                "wire.dispatch=mxfp8",
+                "wire.backward=mxfp8",
+                "dispatcher=two_hop",
+            ],
+            "TRAFFIC GB of the mean rank",
+        ),
+        (["topology.node_of_rank=[0,1,0,1,0,1,0,1]"], "EP 8 = 2 nodes x 4 ranks"),
+    ],
+)
+def test_pages_of_other_runs(capsys, words, said):
+    page = predicted(capsys, *words)
+    assert said in flat(page)
+    assert max(map(len, page.splitlines())) <= WIDTH
+    assert page.isascii() and "nan" not in page.split() and "None" not in page
+
+
 def test_memory_for_ranks_that_nobody_starts_is_not_asked_for(capsys):
     """The same number of tokens would need terabytes to run."""
     assert figures(predicted(capsys, "ep_size=1024", "tokens=1000000"))
+
+
+def test_the_document_shows_the_page(capsys):
+    """Every line that docs/predict.md shows of it, and its Python example."""
+    text = (ROOT / "docs" / "predict.md").read_text()
+    page = predicted(capsys, *JUDGED).splitlines()
+    shown = re.search(r"```text\n(ANSWER.*?)```", text, re.S)[1].splitlines()
+    lines = [line for line in shown if line != "..."]
+    assert len(lines) > 15 and [line for line in lines if line not in page] == []
+    exec(re.search(r"```python\n(.*?)```", text, re.S)[1], {})

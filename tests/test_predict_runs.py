@@ -1,7 +1,7 @@
 """What is predicted without ranks is what a run expects of itself, and the run keeps to it.
 
 Random small runs of every strategy, wire, placement and layout of nodes; 6 of them, or as many as
-WIDEEP_PREDICT_RUNS says (50 took two minutes when this was written).
+WIDEEP_PREDICT_RUNS says (50 took three minutes on two busy cores).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def test_every_figure_is_the_runs_own(runs):
                 told = expected.of(SCOPES[scope], kinds=kinds, **where)
                 assert (told.mean, told.std) == (cell["expected_bytes"], cell["expected_std"])
                 compared += 1
-    assert compared > 20 * len(runs)
+    assert compared > 10 * len(runs)
 
 
 def test_the_runs_keep_to_it(runs):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import json
 import re
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 from report_samples import SAMPLES, sample, sample_inputs, sample_record, with_extra_bytes
 
+from comm.report.carried import carried as on_machine
 from comm.report.events import EventLog
 from comm.report.full_scale import full_scale
 from comm.report.load import balance, bandwidths
@@ -77,7 +79,7 @@ def test_record_follows_its_schema(name: str) -> None:
 
 
 ADDED = {  # since the first records of version 1
-    "$": ("conventions", "choices", "wire_errors", "placement", "kernel"),
+    "$": ("carried", "conventions", "choices", "wire_errors", "placement", "kernel"),
     "totals": ("backward", "outside"),
     "correctness": ("gradient_bound",),
     "balance": ("layers",),
@@ -290,6 +292,26 @@ def test_full_scale_recomputes_the_row() -> None:
     shards = full_scale({"tp_gather": rows, "tp_reduce": rows}, shape, "rank_dedup", wire)["phases"]
     assert shards["tp_gather"]["row_bytes"] == {"hidden": 3584, "scales": 112}
     assert shards["tp_reduce"]["row_bytes"] == {"hidden": 7168}
+
+
+def test_a_run_is_carried_to_a_machine() -> None:
+    """Two nodes of four: bytes of full width over what half a card leaves."""
+    record = sample("default")
+    full, carried = record["full_scale"], record["carried"]
+    tokens = sum(record["manifest"]["tokens_per_rank"]) / 8
+    rows = [full["phases"][phase]["rows"]["scale_out"] for phase in ("dispatch", "combine")]
+    assert carried["GBps"] == {"scale_up": 900.0, "scale_out": 12.5}  # 50 x 0.5 / 2
+    sent = sum(rows) * 7168 * 92 * tokens  # bf16 rows of 3584 values, both ways
+    assert carried["payload_bytes"]["scale_out"] == pytest.approx(sent)
+    assert carried["us"]["scale_out"] == pytest.approx(sent / 12.5e3)
+    shape = record["manifest"]["shape"]
+    assert carried["factors"]["width"] == 3584 / shape["latent_size"]
+    assert carried["factors"]["layers"] == 92 / shape["num_moe_layers"]
+    unknown = copy.deepcopy(record["manifest"])
+    unknown["config"]["hardware"]["scale_out_GBps"] = None
+    assert on_machine(full, unknown)["us"]["scale_out"] is None
+    del unknown["config"]["hardware"]  # a record of an older version
+    assert on_machine(full, unknown) is None
 
 
 def test_full_scale_has_every_phase_of_the_forward_pass() -> None:

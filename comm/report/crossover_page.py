@@ -16,6 +16,7 @@ STRATEGIES = {  # dispatcher -> the head of its column
     "two_hop": "two hops",
     "allgather": "all-gather",
 }
+MANY_US = 1e4  # from here on times are shown in milliseconds
 BETWEEN = ("rank_dedup", "two_hop")  # of which the rows between nodes are shown
 
 
@@ -25,8 +26,10 @@ def crossovers(figures: Figures, width: int) -> list[Line]:
     per_node, tokens = found["ranks_per_node"], figures["tokens_per_rank"]
     remark = (
         f"rows of a token and layer that leave its rank, one way, uniform routing, {per_node} ranks"
-        " a node; us: there and back"
+        " a node"
     )
+    largest = max((us for one in found["table"] for us in (one["us"] or {}).values()), default=0)
+    unit, factor = ("us", 1) if largest < MANY_US else ("ms", 1e-3)
     rows = []
     for one in found["table"]:
         times = one["us"] or {}
@@ -37,15 +40,16 @@ def crossovers(figures: Figures, width: int) -> list[Line]:
                 f"{one['ep_size']}",
                 *(_rows(one["rows"][name]) for name in STRATEGIES),
                 *(f"{value:.2f}" if one["num_nodes"] > 1 else "-" for value in outside),
-                *(f"{times[name]:,.1f}" if times else "-" for name in BETWEEN),
+                *(f"{times[name] * factor:,.1f}" if times else "-" for name in BETWEEN),
                 STRATEGIES[least] if least else "-",
             )
         )
-    columns = ("dedup out", "2-hop out", "dedup us", "2-hop us", "least us")
+    columns = ("dedup out", "2-hop out", f"dedup {unit}", f"2-hop {unit}", f"least {unit}")
     header = ("EP", *STRATEGIES.values(), *columns)
     lines = title("CROSSOVERS", remark, width) + table(header, rows)
-    out = f"rows between nodes; us: bytes alone, {format_significant(tokens)} tokens a rank"
-    return lines + labelled_facts({"out": out, **_words(figures, found)}, width)
+    spent = f"there and back, bytes alone, {format_significant(tokens)} tokens a rank"
+    legend = {"out": "rows between nodes", unit: spent}
+    return lines + labelled_facts({**legend, **_words(figures, found)}, width)
 
 
 def _rows(rows: Mapping[str, float]) -> str:

@@ -5,14 +5,20 @@ what was planned   ANSWER in words   TRAFFIC   TIME   CROSSOVERS   CONVENTIONS
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from comm.report.answer import LABEL, labelled_facts
 from comm.report.conventions_page import conventions
-from comm.report.crossover_page import crossovers
+from comm.report.crossover_page import MANY_US, crossovers
 from comm.report.layout import Line, labelled, table, title
-from comm.report.units import format_bytes, format_count, format_significant
+from comm.report.units import (
+    BYTE_UNITS,
+    format_bytes,
+    format_count,
+    format_seconds,
+    format_significant,
+)
 
 Figures = Mapping[str, Any]
 
@@ -145,12 +151,12 @@ def _tiers(figures: Figures) -> str:
 def _token(figures: Figures) -> str:
     payload = figures["payload_bytes_per_token_layer"]
     formula = 2 * figures["headline_bytes_per_token_layer"]
-    passes = 2 if figures["mode"] == "training" else 1
+    passes, both = (2, ", forward and backward") if figures["mode"] == "training" else (1, "")
     ratio = f": {formula * passes / payload:.2f} times as much" if payload else ""
     return (
         f"makes {figures['rows_per_token']:.4f} rows that leave its rank, for its"
         f" {figures['top_k']} choices ({figures['dispatcher']}); {format_bytes(payload)} of payload"
-        f" in a layer, there and back, where the formula top_k x hidden x 2 B says"
+        f" in a layer, there and back{both}, where the formula top_k x hidden x 2 B says"
         f" {format_bytes(formula * passes)}{ratio}"
     )
 
@@ -187,14 +193,14 @@ def time_in_words(figures: Figures) -> str:
     times = figures["times"]
     if figures["bound"] == "nothing":
         return "nothing leaves a rank, so nothing takes time"
-    each = " + ".join(f"{one['bytes_us']:,.1f}" for one in times)
-    text = f"a layer takes at least {figures['layer_us']:,.1f} us on {figures['hardware']}"
+    each = _sum(one["bytes_us"] for one in times)
+    text = f"a layer takes at least {_sum([figures['layer_us']])} on {figures['hardware']}"
     floors = [one["latency_us"] for one in times]
     slow = TITLES[figures["binding_tier"]]
     rate = _rate(figures[f"{figures['binding_tier']}_GBps"])
     if None in floors:
         return (
-            f"{text}: the bytes bind, {each} us on the {slow} links at {rate}; no latency floor is"
+            f"{text}: the bytes bind, {each} on the {slow} links at {rate}; no latency floor is"
             f" known for {'some phases' if any(floors) else 'this machine'}"
         )
     floor = " + ".join(f"{one:g}" for one in floors)
@@ -203,20 +209,28 @@ def time_in_words(figures: Figures) -> str:
         reach = ""
     if figures["bound"] == "latency":
         return (
-            f"{text}: latency binds, not bandwidth. The bytes take {each} us at the nominal"
+            f"{text}: latency binds, not bandwidth. The bytes take {each} at the nominal"
             f" {rate} of {slow}{reach}, less than the latency floor of {floor} us"
         )
     if figures["bound"] == "bandwidth":
         return (
-            f"{text}: bandwidth binds, not latency. The bytes take {each} us at the nominal"
+            f"{text}: bandwidth binds, not latency. The bytes take {each} at the nominal"
             f" {rate} of {slow}{reach}, more than the latency floor of {floor} us"
         )
     binds = ", ".join(f"{one['phase']} by {one['bound']}" for one in times)
-    return f"{text}: {binds}. Bytes {each} us at {rate}{reach}, latency floor {floor} us"
+    return f"{text}: {binds}. Bytes {each} at {rate}{reach}, latency floor {floor} us"
 
 
 def _measured(times: Sequence[Figures]) -> str:
-    return " + ".join(f"{max(one['measured_us'].values(), default=0):,.1f}" for one in times)
+    return _sum(max(one["measured_us"].values(), default=0) for one in times)
+
+
+def _sum(times_us: Iterable[float]) -> str:
+    """7.4 + 14.4 us; each with its unit where they are long."""
+    values = list(times_us)
+    if max(values) >= MANY_US:
+        return " + ".join(format_seconds(one / 1e6) for one in values)
+    return " + ".join(f"{one:,.1f}" for one in values) + " us"
 
 
 def traffic(figures: Figures, width: int) -> list[Line]:
@@ -235,25 +249,35 @@ def traffic(figures: Figures, width: int) -> list[Line]:
     }
     phases = figures["phases"]
     seen = [name for name, field in columns.items() if any(one[field] for one in phases)]
-    rows = [(_name(one), *(_kB(one[columns[name]], name) for name in seen)) for one in phases]
+    unit = _unit(max(one["network"] for one in phases))
+    rows = [
+        (_name(one), *(_size(one[columns[name]], name, unit) for name in seen)) for one in phases
+    ]
     if len(phases) > 1:
         sums = {name: sum(one[columns[name]] for one in phases) for name in seen}
-        last = ["" if name == "row" else _kB(sums[name], name) for name in seen]
-        rows.append(("all", *last))
-    remark = "kB of the mean rank in one layer; row in B; without what stays; sd of the mean rank"
-    return title("TRAFFIC", remark, width) + table(
-        ("phase", *seen), rows, bold_last=len(phases) > 1
+        last = ["" if name == "row" else _size(sums[name], name, unit) for name in seen]
+        rows.append(["all", *last])
+    remark = (
+        f"{BYTE_UNITS[unit]} of the mean rank in one layer; row in B; sd of network; self left out"
     )
+    lines = title("TRAFFIC", remark, width)
+    return lines + table(("phase", *seen), rows, bold_last=len(phases) > 1)
 
 
 def _name(one: Figures) -> str:
     return one["phase"] if one["direction"] == "forward" else f"{one['phase']} backward"
 
 
-def _kB(num_bytes: float, column: str) -> str:
+def _unit(most: float) -> int:
+    """Power of 1000 of the table's unit: kB, or more where numbers would grow too long."""
+    return next((unit for unit in (1, 2, 3, 4) if most / 1000**unit < 1e6), 5)
+
+
+def _size(num_bytes: float, column: str, unit: int) -> str:
     if column == "row":
         return f"{num_bytes:,.0f}"
-    return f"{num_bytes / 1e3:,.2f}" if num_bytes else "-"
+    value = num_bytes / 1000**unit
+    return "-" if not num_bytes else f"{value:,.2f}" if value >= 0.005 else "<0.01"
 
 
 def time(figures: Figures, width: int) -> list[Line]:
@@ -272,17 +296,21 @@ def time(figures: Figures, width: int) -> list[Line]:
                     _name(one),
                     TITLES[tier],
                     format_bytes(one["bytes"][tier]),
-                    f"{one['nominal_us'][tier]:,.2f}",
-                    f"{one['measured_us'][tier]:,.2f}" if tier in one["measured_us"] else "-",
-                    "-" if one["latency_us"] is None else f"{one['latency_us']:,.1f}",
+                    format_seconds(one["nominal_us"][tier] / 1e6),
+                    format_seconds(one["measured_us"][tier] / 1e6)
+                    if tier in one["measured_us"]
+                    else "-",
+                    "-" if one["latency_us"] is None else f"{one['latency_us']:g} us",
                     "bytes" if wins else "latency" if one["bound"] == "latency" else "-",
                     "-" if from_tokens is None else f"{from_tokens:,.0f}",
                 )
             )
     if not rows:
         return []
-    header = ("phase", "links", "busiest rank", "nominal us", "measured us", "floor us", "binds")
-    remark = "least us of one layer: payload of its busiest rank, or the latency of a single token"
+    header = ("phase", "links", "busiest rank", "nominal", "measured", "floor", "binds")
+    remark = (
+        "least time of one layer: payload of its busiest rank, or the latency of a single token"
+    )
     notes = {"bytes from": "tokens a rank from which the bytes take longer than the floor"}
     if figures["measured_ranks"]:
         notes["measured"] = (
