@@ -300,6 +300,7 @@ def test_a_sweep_of_predictions(capsys):
         left = runs[str(ranks), "learned"]
         assert left["state"] == "refused" and "no law" in left["reason"]
     page = capsys.readouterr().out
+    assert "  for all      sweep.total_tokens=512" in page
     assert "no run was made" in page and "least time" in page and "verdict" not in page
     assert sorted(os.listdir("out")) == ["sweep.csv", "sweep.html", "sweep.json"]
 

@@ -44,7 +44,7 @@ def launch(sweep: Sweep) -> int:
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "started": started.isoformat(timespec="seconds"),
         "axes": sweep.axes,
-        "settings": sweep.settings,
+        "settings": [*sweep.settings, *_shared(sweep)],
         "result_dir": str(folder),
         "runs": entries,
     }
@@ -67,6 +67,12 @@ def launch(sweep: Sweep) -> int:
         _save(folder, finished)
         print_lines(sweep_page(finished, WIDTH))
     return finished["status"]
+
+
+def _shared(sweep: Sweep) -> list[str]:
+    """What the sweep itself sets in each run."""
+    total = sweep.own.sweep.total_tokens
+    return [] if total is None else [f"sweep.total_tokens={total}"]
 
 
 def _entry(sweep: Sweep, run: Planned) -> dict[str, Any]:
