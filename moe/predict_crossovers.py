@@ -11,7 +11,7 @@ from comm.analytic.rows import payload_bytes
 from comm.analytic.strategies import Machine
 
 if TYPE_CHECKING:
-    from moe.predict import Prediction
+    from moe.prediction import Prediction
 
 EP_SIZES = (2, 4, 8, 16, 32, 64, 72, 128, 256, 512, 1024, 2048, 4096)
 LARGEST = 1024  # ranks up to which strategies are compared, if the run has no more

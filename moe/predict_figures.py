@@ -23,7 +23,7 @@ from comm.analytic.rows import PAYLOAD_KINDS, payload_bytes
 from moe.predict_crossovers import crossovers
 
 if TYPE_CHECKING:
-    from moe.predict import Prediction
+    from moe.prediction import Prediction
 
 HEADLINE_BYTES = 2  # of a value, in top_k x tokens x hidden x 2 B
 NAMES = {"ids_weights": ("ids", "weights"), "counts": ("counts",), "padding": ("padding",)}

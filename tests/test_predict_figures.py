@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from moe.config import compose
-from moe.predict import predict
+from moe.prediction import predict
 
 JUDGED = ("ep_size=64", "tokens=128", "wire.dispatch=mxfp8")
 MXFP8, BF16 = 3584 + 3584 // 32, 2 * 3584  # bytes of a row of Kimi K3's latent

@@ -17,7 +17,7 @@ from run_configs import base_config, emulate_all, in_folders, random_config
 
 from comm.spawn import run_ranks
 from comm.topology import TIER_NAMES
-from moe.predict import predict
+from moe.prediction import predict
 
 WORLDS = (4,) if "WIDEEP_PREDICT_RUNS" not in os.environ else (1, 3, 4, 6, 8)
 RUNS = int(os.environ.get("WIDEEP_PREDICT_RUNS", "6"))

@@ -7,7 +7,7 @@ import os
 from comm.analytic.conventions import NCCL_TESTS_NOTE
 from comm.report.console import WIDTH, print_lines
 from comm.report.predict_page import page
-from moe.predict import predict
+from moe.prediction import predict
 from moe.settings import Config, ConfigError
 from moe.version import VERSION
 
