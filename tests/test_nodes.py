@@ -12,6 +12,7 @@ import sysconfig
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -151,6 +152,40 @@ def test_interfaces_see_what_was_counted(tmp_path):
     for host in hosts:
         assert host["counted_bytes"] > 8e6
         assert 1 <= host["sent_bytes"] / host["counted_bytes"] <= 1.07
+
+
+def seconds_and_bytes(folder, ranks=4, steps=2):
+    """Of each rank's phases [2, steps, ranks], and what leaves each of two nodes [2, steps, 2]."""
+    seconds, leaving = np.zeros((2, steps, ranks)), np.zeros((2, steps, 2))
+    for rank in range(ranks):
+        for line in (folder / f"events.rank{rank}.jsonl").read_text().splitlines():
+            event = json.loads(line)
+            place = ("dispatch", "combine").index(event["phase"]), event["step"]
+            seconds[*place, rank] = event["seconds"]
+            away = sum(kind["scale_out"] for kind in event["bytes"].values())
+            leaving[*place, rank * 2 // ranks] += away
+    return seconds, leaving
+
+
+@needs_nodes
+@pytest.mark.parametrize(
+    ("dispatcher", "tokens"), [("all_to_all", 96), ("rank_dedup", 350), ("two_hop", 700)]
+)
+def test_a_phase_takes_its_bytes_over_the_rate(tmp_path, dispatcher, tokens):
+    """Both directions of the link are full, to 15 %: in the better of two steps, and of two runs,
+    for others work on this machine, too."""
+    words = [f"dispatcher={dispatcher}", f"tokens={tokens}", "steps=2", "rate=25mbit"]
+    words += ["scale.hidden_size=2048", "reference=false"]
+    for attempt in ("first", "second"):
+        process = start(tmp_path, "nodes=2x2", *words, f"output_dir={attempt}")
+        _, err = process.communicate(timeout=120)
+        assert (process.returncode, err) == (0, "")
+        seconds, leaving = seconds_and_bytes(tmp_path / attempt)
+        assert leaving.min() > 2.5e6
+        ratio = seconds.max(axis=-1) * 25e6 / 8 / leaving.max(axis=-1)  # [phase, step]
+        if ratio.min(axis=1).max() < 1.15:
+            break
+    assert ratio.min(axis=1).max() < 1.15 and ratio.max(axis=1).min() > 0.9, ratio
 
 
 def python_for_everyone() -> tuple[str, dict[str, str]] | None:
