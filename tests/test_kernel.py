@@ -151,8 +151,25 @@ def test_fields_of_tcp_info_lie_where_linux_has_them():
     assert not info.settled and replace(info, unacked=0, unsent=0).settled
     assert not replace(info, unacked=0).settled and not replace(info, unsent=0).settled
     assert tcp.parse_info(bytes(raw[:148])) == info
+    struct.pack_into("Q", raw, 208, 9)
+    assert tcp.parse_info(bytes(raw)) == replace(info, resent=9)
+    assert tcp.parse_info(bytes(raw[:215])) == info  # before Linux 4.19
     with pytest.raises(ValueError, match="has 147 B, and the counters end at 148 B"):
         tcp.parse_info(bytes(raw[:147]))
+
+
+def test_what_is_sent_once_more_to_other_hosts(monkeypatch):
+    ends = {3: ("a 1", "b 1"), 4: ("a 1", "a 2"), 5: None, 6: ("a 3", "c 1"), 7: ("a 4", "b 2")}
+
+    def read(fd):
+        if fd == 6:
+            raise OSError("closed meanwhile")
+        return tcp.TcpInfo(0, 0, 0, 0, resent=10**fd)
+
+    monkeypatch.setattr(tcp, "own_sockets", lambda: {(fd, "") for fd in ends})
+    monkeypatch.setattr(tcp, "addresses", ends.get)
+    monkeypatch.setattr(tcp, "read_info", read)
+    assert tcp.resent_bytes() == 10**3 + 10**7
 
 
 def test_other_systems_are_named(monkeypatch):

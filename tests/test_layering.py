@@ -18,7 +18,6 @@ PURE = {
     "comm.wire": ("torch",),
     "comm.permute": ("torch",),
     "comm.tcp": (),
-    "comm.interfaces": (),
 }
 # The first rule whose prefix matches holds.
 RULES: dict[str, tuple[str, ...]] = PURE | {
@@ -50,7 +49,7 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
     # The witness and its judge know neither the meter nor a prediction.
     "comm.reconcile": ("comm.verdict",),
     "comm.kernel": ("torch", "comm.tcp", "comm.reconcile", "comm.world"),
-    "comm.interfaces": ("comm.verdict",),
+    "comm.interfaces": ("comm.tcp", "comm.verdict"),
     "comm.report": ("rich", "comm.report", "comm.topology", "comm.analytic.rows"),
     "moe.version": (),
     "moe.philox": (),

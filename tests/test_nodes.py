@@ -143,15 +143,16 @@ def test_nodes_see_each_other_and_their_own_ranks(tmp_path):
 
 @needs_nodes
 def test_interfaces_see_what_was_counted(tmp_path):
-    """Every byte that leaves a node passes its interface, in segments of at least full size."""
-    words = ["nodes=2x1", "tokens=512", "scale.hidden_size=2048", "reference=false"]
+    """Of messages of 1 MB, to 1 %: but for what TCP sends twice, only framing is more."""
+    words = ["nodes=2x1", "tokens=256", "scale.hidden_size=2048", "reference=false"]
     process = start(tmp_path, *words, "output_dir=out", "dispatcher=all_to_all")
     out, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, "") and "interfaces   WITHIN" in out
     hosts = json.loads((tmp_path / "out" / "run.json").read_text())["interfaces"]
     for host in hosts:
-        assert host["counted_bytes"] > 8e6
-        assert 1 <= host["sent_bytes"] / host["counted_bytes"] <= 1.07
+        assert host["counted_bytes"] > 4e6 * 2
+        once = host["sent_bytes"] - host["resent_bytes"]
+        assert host["sent_bytes"] >= host["counted_bytes"] and once / host["counted_bytes"] <= 1.01
 
 
 def seconds_and_bytes(folder, ranks=4, steps=2):
