@@ -89,10 +89,10 @@ def test_what_was_sent_twice_is_no_framing():
     hosts = between_hosts(seen, SENT, collectives=1)
     assert [host["resent_bytes"] for host in hosts] == [101, 1010]
     assert hosts[0]["bound_bytes"] == 280_000 + 4 * MESSAGE_BYTES + FEW_BYTES + 101
-    assert interfaces_verdict(
-        [host | {"sent_bytes": 4 * MB + 41_111} for host in hosts]
-    ).reason == (
-        "2 hosts sent 8,082,222 B for 8,000,000 B counted and 1,111 B once more, +1.01 % for framing"
+    verdict = interfaces_verdict([host | {"sent_bytes": 4 * MB + 41_111} for host in hosts])
+    assert verdict.reason == (
+        "2 hosts sent 8,082,222 B for 8,000,000 B counted and 1,111 B once more, +1.01 % for"
+        " framing"
     )
 
 

@@ -172,6 +172,17 @@ def test_what_is_sent_once_more_to_other_hosts(monkeypatch):
     assert tcp.resent_bytes() == 10**3 + 10**7
 
 
+def test_acknowledgements_that_are_held_back_are_let_go():
+    """A reading would wait for them, 40 ms each."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as near:
+        near.connect(server.getsockname())
+        held = socket.IPPROTO_TCP, socket.TCP_QUICKACK
+        for read, lets_go in [(tcp.read_info, 0), (lambda fd: kernel.read_settled([fd]), 1)]:
+            near.setsockopt(*held, 0)
+            read(near.fileno())
+            assert near.getsockopt(*held) == lets_go
+
+
 def test_other_systems_are_named(monkeypatch):
     monkeypatch.setattr(tcp.sys, "platform", "darwin")
     assert tcp.why_unsupported() == "darwin has no TCP_INFO as Linux has it"

@@ -84,7 +84,7 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
         *("comm.memory", "comm.placement", "comm.dispatch"),
     ),
     "moe.diagnosis": ("moe.fitness",),  # looks at nothing by itself
-    "moe.probes": ("torch", "moe.diagnosis", "comm.barrier", "comm.tcp"),
+    "moe.probes": ("torch", "moe.diagnosis", "moe.netns", "comm.barrier", "comm.tcp"),
     "moe.jobs.doctor": (
         *("torch", "moe.diagnosis", "moe.fitness", "moe.probes", "moe.settings", "moe.version"),
         *("comm.memory", "comm.report"),
