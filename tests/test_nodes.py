@@ -86,7 +86,10 @@ def test_words_become_a_layout(words, shape, rest):
     ("words", "line"),
     [
         ("nodes=2", "nodes=2: must be nodes x ranks on each, for example nodes=2x4"),
-        ("nodes=", "rate=: limits the links of nodes; add nodes=2x4"),
+        ("nodes=", "nodes=: must be nodes x ranks on each, for example nodes=2x4"),
+        ("nodes=2x4 rate=", "rate=: must be a number and kbit, mbit or gbit (bits a second)"),
+        ("nodes=0x0", "nodes=0x0: 1 .. 250 nodes; nearest: nodes=1x1"),
+        ("nodes=300x100", "nodes=300x100: 1 .. 250 nodes; nearest: nodes=250x16"),
         ("nodes=-1x4", "nodes=-1x4: must be nodes x ranks on each, for example nodes=2x4"),
         ("nodes=0x4", "nodes=0x4: 1 .. 250 nodes; nearest: nodes=1x4"),
         ("nodes=300x1", "nodes=300x1: 1 .. 250 nodes; nearest: nodes=250x1"),
@@ -96,6 +99,8 @@ def test_words_become_a_layout(words, shape, rest):
         ("nodes=2x4 rate=1kbit", "rate=1kbit: must lie in 1mbit .. 100gbit; nearest: rate=1mbit"),
         ("nodes=2x4 rate=1", "rate=1: must be a number and kbit, mbit or gbit (bits a second)"),
         ("predict nodes=2x4", "nodes=2x4: job=predict starts no ranks; leave it out"),
+        ("nodes=2x4 predict", "nodes=2x4: job=predict starts no ranks; leave it out"),
+        ("nodes=2x4 seed=1 job=doctor", "nodes=2x4: job=doctor starts no ranks; leave it out"),
         ("nodes=2x4 dispatcher=one_sided", "dispatcher=one_sided: the nodes of nodes=2x4 share no"),
     ],
 )
