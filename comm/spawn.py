@@ -32,7 +32,7 @@ from comm.notebook import Notebook, read_note
 
 PRELOAD = ("torch", "torch.distributed", "numpy", "comm.world", "comm.transport")
 SILENT = "RankSilent"  # the kind of comm.post_mortem's verdict, which speaks for all others
-GRACE_S = 2.0  # after the first failure, how long the others may take to say what they saw
+GRACE_S = 3.0  # after the first failure, how long the others may take to say what they saw
 
 
 @dataclass(frozen=True)

@@ -17,18 +17,21 @@ from dataclasses import dataclass
 # tcpi_unacked at 24, tcpi_bytes_acked at 120, tcpi_bytes_received at 128, tcpi_notsent_bytes at 144
 FIELDS = struct.Struct("=24xI92xQQ8xI")
 INFO_BYTES = FIELDS.size  # 148: the last field came with Linux 4.6
+RESENT = struct.Struct("=208xQ")  # tcpi_bytes_retrans, since Linux 4.19
 ROOM_BYTES = 256
 
 
 @dataclass(frozen=True)
 class TcpInfo:
     """acked: bytes that the peer has, each counted once however often it was sent; received: bytes
-    from the peer; unacked: segments on their way; unsent: bytes not yet on it"""
+    from the peer; unacked: segments on their way; unsent: bytes not yet on it; resent: bytes sent
+    once more, 0 where the kernel does not say"""
 
     unacked: int
     acked: int
     received: int
     unsent: int
+    resent: int = 0
 
     @property
     def settled(self) -> bool:
@@ -43,7 +46,8 @@ def parse_info(raw: bytes) -> TcpInfo:
             f"this kernel's tcp_info has {len(raw)} B, and the counters end at {INFO_BYTES} B"
             " (Linux 4.6 or later has them)"
         )
-    return TcpInfo(*FIELDS.unpack_from(raw))
+    resent = RESENT.unpack_from(raw)[0] if len(raw) >= RESENT.size else 0
+    return TcpInfo(*FIELDS.unpack_from(raw), resent)
 
 
 def read_info(fd: int, acknowledge: bool = False) -> TcpInfo:
@@ -80,6 +84,17 @@ def own_sockets() -> frozenset[tuple[int, str]]:
                 if target.startswith("socket:"):
                     found.add((int(name), target))
     return frozenset(found)
+
+
+def resent_bytes() -> int:
+    """Bytes that this process sent once more to other hosts, on the connections that it has."""
+    total = 0
+    for fd, _ in own_sockets():
+        own, other = addresses(fd) or ("", "")
+        if own.split()[:1] != other.split()[:1]:
+            with contextlib.suppress(OSError, ValueError):  # closed meanwhile, or an old kernel
+                total += read_info(fd).resent
+    return total
 
 
 def why_unsupported() -> str:

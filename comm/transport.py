@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from comm.exchange import Messages, receive_first
 from comm.header import HEADER_WORDS, SplitMismatch, check_headers, counting, header
 from comm.meter import EVERY_RANK, Position, TrafficMeter
 from comm.staging import StagedWork, staged_all_to_all
@@ -140,7 +141,7 @@ class Transport:
         output_splits: list[int],
         received: Tensor,
         empty_rows: Sequence[int] | None = None,
-    ) -> dist.Work | StagedWork:
+    ) -> dist.Work | StagedWork | Messages:
         """Count a message and put it in flight; a view of a group finds its ranks here."""
         self.meter.record(
             *(position, message, parts, input_splits, output_splits),
@@ -149,6 +150,11 @@ class Transport:
         if self.world.staged:
             return staged_all_to_all(
                 received, message, output_splits, input_splits, self.group.process_group
+            )
+        if self.world.linked:
+            return receive_first(
+                *(received, message, output_splits, input_splits, self.group.process_group),
+                self.world.timeout,
             )
         return dist.all_to_all_single(
             received, message, output_splits, input_splits, self.group.process_group, async_op=True
@@ -164,7 +170,7 @@ class PendingRows:
     """Rows on their way. received: uint8 [N, b], staged, valid once `work` is done"""
 
     received: Tensor
-    work: dist.Work | StagedWork
+    work: dist.Work | StagedWork | Messages
 
     def wait(self) -> Tensor:
         self.work.wait()
@@ -185,7 +191,7 @@ class PendingCounts:
     rank: int
     header: np.ndarray
     received: Tensor
-    work: dist.Work | StagedWork
+    work: dist.Work | StagedWork | Messages
 
     def wait(self) -> np.ndarray:
         """Counts from each rank of the group: int64 [R, num_expected]. Raises SplitMismatch."""

@@ -71,6 +71,11 @@ class World:
     _parts: dict[tuple[tuple[int, ...], ...], RankGroup] = field(default_factory=dict)
 
     @property
+    def linked(self) -> bool:
+        """Do rows travel between hosts, by gloo? The same on every rank."""
+        return self.backend == "gloo" and self.local_world_size < self.world_size
+
+    @property
     def link_device(self) -> torch.device:
         """Where tensors must lie that the backend is given."""
         return torch.device("cpu") if self.staged else self.device
@@ -80,6 +85,10 @@ class World:
         """All ranks, over the metered connections."""
         ranks = tuple(range(self.world_size))
         return RankGroup(ranks, self.rank, self.metered_group, 0, self.metered_sockets)
+
+    def meet(self) -> None:
+        """Return when all ranks are here."""
+        dist.barrier()
 
     def split(self, parts: Sequence[Sequence[int]]) -> RankGroup:
         """Make a group of each part of the world and return the one that holds this rank.

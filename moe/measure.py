@@ -27,6 +27,7 @@ from moe.assemble import Roads, build_layers, rebalance
 from moe.faults import listener
 from moe.layer import LayerOutput, MoELayer, pre_norm
 from moe.plan import Plan
+from moe.settings import Config
 from moe.synthetic import token_hidden
 from moe.training import LayerGradients, backward, local_gradients, synchronise
 
@@ -130,7 +131,7 @@ def measure(
     witness = KernelWitness(world, roads[0].groups, _why_unseen(plan, world))
     tiers = plan.topology.tiers()[world.rank]
     with EventLog(folder, world.rank, tiers, KINDS) as log:
-        meter.on_begin = listener(config.fault, world.rank, notebook, log)
+        meter.on_begin = _begin(config, world, listener(config.fault, world.rank, notebook, log))
         meter.enabled, notebook.warmup = False, True
         for notebook.step in range(config.warmup):
             run.warm_up(config.steps + notebook.step)
@@ -150,6 +151,22 @@ def measure(
         meter.on_phase = meter.on_begin = None
     notebook.rest()
     return replace(run.log(meter, seen()), kernel=witness.end()), run.gradients
+
+
+def _begin(
+    config: Config, world: World, listener: Callable[[Position], None]
+) -> Callable[[Position], None]:
+    """What happens when a phase begins. Between hosts the ranks begin it together, unless chunks
+    are to overlap: it then takes the time of its own rows, not that of ranks which come late, nor
+    of rows that quicker ranks already send in the next phase over the same link."""
+    if not world.linked or config.chunks > 1:
+        return listener
+
+    def together(position: Position) -> None:
+        listener(position)
+        world.meet()
+
+    return together
 
 
 def _why_unseen(plan: Plan, world: World) -> str:

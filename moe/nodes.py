@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from moe import netns
-from moe.settings import MAX_RANKS, UNFIT, USAGE_ERROR, ConfigError
+from moe.settings import MAX_RANKS, RANKLESS, UNFIT, USAGE_ERROR, ConfigError
 
 INSIDE = "--in-hub"
 PORT = "29500"  # nobody else lives in these namespaces
@@ -46,18 +46,16 @@ class Layout:
 
 def read_layout(words: Sequence[str]) -> Layout:
     """Take nodes= and rate= out of a command line. Raises ConfigError."""
-    given = {"nodes": "", "rate": "", "ranks": "null", "job": "emulate", "dispatcher": ""}
-    given["ep_size"] = "null"
-    rest = []
-    for position, word in enumerate(words):
+    given = {"ranks": "null", "job": "emulate", "dispatcher": "", "ep_size": "null"}
+    rest: list[str] = []
+    for word in words:
         name, equals, value = word.partition("=")
-        if not equals and not position:
+        if not equals and not rest:  # of the words for the job, the first
             name, value = "job", word
-        if name in given:
-            given[name] = value
+        given[name] = value
         if name not in ("nodes", "rate"):
             rest.append(word)
-    if not given["nodes"]:
+    if "nodes" not in given:
         raise ConfigError(f"rate={given['rate']}: limits the links of nodes; add nodes=2x4")
     num_nodes, ranks_per_node = _read_nodes(given["nodes"])
     ranks = num_nodes * ranks_per_node
@@ -65,14 +63,16 @@ def read_layout(words: Sequence[str]) -> Layout:
         raise ConfigError(
             f"ranks={given['ranks']}: nodes={given['nodes']} has {ranks}; leave ranks= out"
         )
-    if given["job"] == "predict":
-        raise ConfigError(f"nodes={given['nodes']}: job=predict starts no ranks; leave it out")
+    if given["job"] in RANKLESS:
+        raise ConfigError(
+            f"nodes={given['nodes']}: job={given['job']} starts no ranks; leave it out"
+        )
     if given["dispatcher"] == "one_sided" and not _inside(given["ep_size"], ranks_per_node):
         raise ConfigError(
             f"dispatcher=one_sided: the nodes of nodes={given['nodes']} share no memory; use"
             f" another dispatcher, or groups inside a node (ep_size={ranks_per_node})"
         )
-    rate = _read_rate(given["rate"]) if given["rate"] else None
+    rate = _read_rate(given["rate"]) if "rate" in given else None
     return Layout(num_nodes, ranks_per_node, rate, tuple(rest))
 
 
@@ -88,6 +88,7 @@ def _read_nodes(value: str) -> tuple[int, int]:
     nodes, ranks = int(found[1]), int(found[2])
     if not 1 <= nodes <= netns.MAX_NODES:
         nearest = min(max(nodes, 1), netns.MAX_NODES)
+        ranks = min(max(ranks, 1), MAX_RANKS // nearest)
         raise ConfigError(
             f"nodes={value}: 1 .. {netns.MAX_NODES} nodes; nearest: nodes={nearest}x{ranks}"
         )

@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import shutil
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -21,11 +19,11 @@ import psutil
 
 from comm.barrier import refusal
 from comm.tcp import read_info
+from moe import netns
 from moe.diagnosis import AS_BYTES, Host, Master, is_loopback
 
 LOOKUP_S = 3.0  # for one name, and for one connection
 PROBE_BYTES = 10_000
-SBIN = ("/usr/sbin", "/sbin")  # not in every user's PATH
 Seen = TypeVar("Seen")
 
 
@@ -197,23 +195,17 @@ def namespace_way() -> tuple[str, str]:
     """How a network namespace could be made here, or why not; it is made, and gone at once."""
     if sys.platform != "linux":
         return "", f"network namespaces need Linux; this is {sys.platform}"
-    reason = "unshare (util-linux) is not found"
-    for way, flags in (("as root", ["--net"]), ("user namespace", ["-U", "-r", "--net"])):
-        try:
-            done = subprocess.run(
-                ["unshare", *flags, "true"], capture_output=True, text=True, timeout=5, check=False
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return "", reason if isinstance(error, FileNotFoundError) else str(error)
-        if done.returncode == 0:
-            return way, ""
-        reason = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "not allowed"
-    return "", reason
+    if "unshare" in netns.missing_tools():
+        return "", "unshare (util-linux) is not found"
+    hub, said = netns.try_hubs()
+    if not hub:
+        return "", said
+    return "as root" if hub == netns.HUBS[0] else "user namespace", ""
 
 
 def missing_tools() -> list[str]:
-    path = os.pathsep.join([os.environ.get("PATH", ""), *SBIN])
-    return [tool for tool in ("ip", "tc") if shutil.which(tool, path=path) is None]
+    """Of iproute2."""
+    return [tool for tool in netns.missing_tools() if netns.TOOLS[tool] == "iproute2"]
 
 
 def refused_dtypes(loopback: str) -> dict[str, str]:

@@ -27,6 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ["WIDEEP_NOTES"] = folder
         tempfile.tempdir = folder  # of this process: torchrun leaves its folder of logs behind
         status = _torchrun(sys.argv[1:] if arguments is None else arguments, Path(folder))
+        if status:
+            _tidy(Path(folder))
         if status not in (RANK_FAILED, UNFIT, USAGE_ERROR) or not left.exists():
             return status
         return int(left.read_text(encoding="utf-8")) or status  # 0: another rank failed, later
@@ -46,12 +48,23 @@ def _torchrun(arguments: Sequence[str], notes: Path) -> int:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:
             print(f"wideep: {_killed(rank, failure.exitcode, notes)}", file=sys.stderr)
-            if (results := notes / "results").exists():
-                kept = results.read_text(encoding="utf-8")
+            if (kept := _tidy(notes)) is not None:
                 print(f"wideep: what was counted until then is kept in {kept}", file=sys.stderr)
         # What all ranks refuse, they refuse alike: true of a machine without rank 0, too.
         return failure.exitcode if failure.exitcode in (USAGE_ERROR, UNFIT) else RANK_FAILED
     return 0
+
+
+def _tidy(notes: Path) -> Path | None:
+    """The folder of results, without half a file where rank 0, which writes, was one of ours."""
+    from comm.report.store import tidy
+
+    if not (told := notes / "results").exists():
+        return None
+    results = Path(told.read_text(encoding="utf-8"))
+    if (notes / "note.rank0").exists():  # its node may be another, and it may still write
+        tidy(results)
+    return results if results.exists() else None
 
 
 def _killed(rank: int, exitcode: int, notes: Path) -> str:

@@ -12,7 +12,7 @@ import pytest
 from run_configs import base_config
 
 from comm.report.layout import plain_text
-from moe import diagnosis, probes
+from moe import diagnosis, netns, probes
 from moe.__main__ import main
 from moe.diagnosis import Host, Master
 from moe.fitness import FAIL, OK, WARN, Finding
@@ -242,7 +242,8 @@ def test_namespaces(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setenv("PATH", "/nowhere")
     assert probes.namespace_way() == ("", "unshare (util-linux) is not found")
-    monkeypatch.setattr(probes, "SBIN", ())
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(netns, "SYSTEM_PATHS", "/none")
     assert probes.missing_tools() == ["ip", "tc"]
 
 

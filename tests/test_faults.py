@@ -131,7 +131,7 @@ def test_the_same_in_shared_memory(place, capfd, kind, time_):
 
 @again
 def test_a_hang_in_training_in_one_of_two_groups(place, capfd, time_):
-    words = ["mode=training", "fault.phase=grad_sync", "ep_size=2", "ranks=4", "timeout_s=2"]
+    words = ["mode=training", "fault.phase=grad_sync", "ep_size=2", "ranks=4", "timeout_s=4"]
     status, said, _ = broken_run(capfd, "hang", *words)
     assert status == 6
     where = "wideep: rank 1, step 1, layer 1, backward grad_sync: hangs: the others waited for it"

@@ -45,12 +45,15 @@ def test_the_interface_is_the_one_that_gloo_was_given(monkeypatch):
 def test_only_what_passes_between_two_barriers_is_seen(monkeypatch):
     log, counters = [], iter([(0, 0), (10, 20), (100, 200)])
     monkeypatch.setattr(interfaces, "read_counters", lambda name: next(counters))
+    resent = iter([5, 12])
+    monkeypatch.setattr(interfaces, "resent_bytes", lambda: next(resent))
     environ = {"GLOO_SOCKET_IFNAME": "eth0", "WIDEEP_OWN_LINK": "1"}
     seen = interfaces.watch("host 1", lambda: log.append("met"), environ)
     assert len(log) == 2
     found = seen()
     assert len(log) == 4 and (found.sent_bytes, found.received_bytes) == (90, 180)
     assert (found.host, found.interface, found.own) == ("host 1", "eth0", True)
+    assert found.resent_bytes == 7
 
 
 def test_each_host_is_charged_with_what_leaves_it():
@@ -78,6 +81,19 @@ def test_the_bracket(sent, state):
     assert exit_status([verdict]) == (5 if state is State.OUTSIDE else 0)
     if state is State.OUTSIDE:
         assert "host " in verdict.reason and "4,000,000 B were counted" in verdict.reason
+
+
+def test_what_was_sent_twice_is_no_framing():
+    """Ranks 0 and 2 live on the first host."""
+    seen = [dataclasses.replace(one, resent_bytes=10**rank) for rank, one in enumerate(SEEN)]
+    hosts = between_hosts(seen, SENT, collectives=1)
+    assert [host["resent_bytes"] for host in hosts] == [101, 1010]
+    assert hosts[0]["bound_bytes"] == 280_000 + 4 * MESSAGE_BYTES + FEW_BYTES + 101
+    verdict = interfaces_verdict([host | {"sent_bytes": 4 * MB + 41_111} for host in hosts])
+    assert verdict.reason == (
+        "2 hosts sent 8,082,222 B for 8,000,000 B counted and 1,111 B once more, +1.01 % for"
+        " framing"
+    )
 
 
 def test_a_shared_interface_has_no_upper_end():

@@ -151,8 +151,36 @@ def test_fields_of_tcp_info_lie_where_linux_has_them():
     assert not info.settled and replace(info, unacked=0, unsent=0).settled
     assert not replace(info, unacked=0).settled and not replace(info, unsent=0).settled
     assert tcp.parse_info(bytes(raw[:148])) == info
+    struct.pack_into("Q", raw, 208, 9)
+    assert tcp.parse_info(bytes(raw)) == replace(info, resent=9)
+    assert tcp.parse_info(bytes(raw[:215])) == info  # before Linux 4.19
     with pytest.raises(ValueError, match="has 147 B, and the counters end at 148 B"):
         tcp.parse_info(bytes(raw[:147]))
+
+
+def test_what_is_sent_once_more_to_other_hosts(monkeypatch):
+    ends = {3: ("a 1", "b 1"), 4: ("a 1", "a 2"), 5: None, 6: ("a 3", "c 1"), 7: ("a 4", "b 2")}
+
+    def read(fd):
+        if fd == 6:
+            raise OSError("closed meanwhile")
+        return tcp.TcpInfo(0, 0, 0, 0, resent=10**fd)
+
+    monkeypatch.setattr(tcp, "own_sockets", lambda: {(fd, "") for fd in ends})
+    monkeypatch.setattr(tcp, "addresses", ends.get)
+    monkeypatch.setattr(tcp, "read_info", read)
+    assert tcp.resent_bytes() == 10**3 + 10**7
+
+
+def test_acknowledgements_that_are_held_back_are_let_go():
+    """A reading would wait for them, 40 ms each."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as near:
+        near.connect(server.getsockname())
+        held = socket.IPPROTO_TCP, socket.TCP_QUICKACK
+        for read, lets_go in [(tcp.read_info, 0), (lambda fd: kernel.read_settled([fd]), 1)]:
+            near.setsockopt(*held, 0)
+            read(near.fileno())
+            assert near.getsockopt(*held) == lets_go
 
 
 def test_other_systems_are_named(monkeypatch):

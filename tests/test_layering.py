@@ -18,7 +18,6 @@ PURE = {
     "comm.wire": ("torch",),
     "comm.permute": ("torch",),
     "comm.tcp": (),
-    "comm.interfaces": (),
 }
 # The first rule whose prefix matches holds.
 RULES: dict[str, tuple[str, ...]] = PURE | {
@@ -29,11 +28,12 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
     "comm.barrier": (),
     "comm.header": ("comm.meter",),
     "comm.staging": ("torch",),
+    "comm.exchange": ("torch",),
     "comm.memory": (),
     "comm.shm": ("torch", "comm.barrier", "comm.memory", "comm.wire", "comm.world"),
     "comm.transport": (
-        *("torch", "comm.header", "comm.meter", "comm.shm", "comm.staging", "comm.wire"),
-        "comm.world",
+        *("torch", "comm.exchange", "comm.header", "comm.meter", "comm.shm", "comm.staging"),
+        *("comm.wire", "comm.world"),
     ),
     "comm.spawn": ("torch", "comm.barrier", "comm.notebook", "comm.post_mortem", "comm.world"),
     "comm.replicas": ("torch", "comm.permute", "comm.placement"),
@@ -49,7 +49,7 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
     # The witness and its judge know neither the meter nor a prediction.
     "comm.reconcile": ("comm.verdict",),
     "comm.kernel": ("torch", "comm.tcp", "comm.reconcile", "comm.world"),
-    "comm.interfaces": ("comm.verdict",),
+    "comm.interfaces": ("comm.tcp", "comm.verdict"),
     "comm.report": ("rich", "comm.report", "comm.topology", "comm.analytic.rows"),
     "moe.version": (),
     "moe.philox": (),
@@ -92,7 +92,7 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
         *("comm.memory", "comm.placement", "comm.dispatch"),
     ),
     "moe.diagnosis": ("moe.fitness",),  # looks at nothing by itself
-    "moe.probes": ("torch", "moe.diagnosis", "comm.barrier", "comm.tcp"),
+    "moe.probes": ("torch", "moe.diagnosis", "moe.netns", "comm.barrier", "comm.tcp"),
     "moe.jobs.doctor": (
         *("torch", "moe.diagnosis", "moe.fitness", "moe.probes", "moe.settings", "moe.version"),
         *("comm.memory", "comm.report"),

@@ -12,6 +12,7 @@ import sysconfig
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -85,7 +86,10 @@ def test_words_become_a_layout(words, shape, rest):
     ("words", "line"),
     [
         ("nodes=2", "nodes=2: must be nodes x ranks on each, for example nodes=2x4"),
-        ("nodes=", "rate=: limits the links of nodes; add nodes=2x4"),
+        ("nodes=", "nodes=: must be nodes x ranks on each, for example nodes=2x4"),
+        ("nodes=2x4 rate=", "rate=: must be a number and kbit, mbit or gbit (bits a second)"),
+        ("nodes=0x0", "nodes=0x0: 1 .. 250 nodes; nearest: nodes=1x1"),
+        ("nodes=300x100", "nodes=300x100: 1 .. 250 nodes; nearest: nodes=250x16"),
         ("nodes=-1x4", "nodes=-1x4: must be nodes x ranks on each, for example nodes=2x4"),
         ("nodes=0x4", "nodes=0x4: 1 .. 250 nodes; nearest: nodes=1x4"),
         ("nodes=300x1", "nodes=300x1: 1 .. 250 nodes; nearest: nodes=250x1"),
@@ -95,6 +99,8 @@ def test_words_become_a_layout(words, shape, rest):
         ("nodes=2x4 rate=1kbit", "rate=1kbit: must lie in 1mbit .. 100gbit; nearest: rate=1mbit"),
         ("nodes=2x4 rate=1", "rate=1: must be a number and kbit, mbit or gbit (bits a second)"),
         ("predict nodes=2x4", "nodes=2x4: job=predict starts no ranks; leave it out"),
+        ("nodes=2x4 predict", "nodes=2x4: job=predict starts no ranks; leave it out"),
+        ("nodes=2x4 seed=1 job=doctor", "nodes=2x4: job=doctor starts no ranks; leave it out"),
         ("nodes=2x4 dispatcher=one_sided", "dispatcher=one_sided: the nodes of nodes=2x4 share no"),
     ],
 )
@@ -142,15 +148,50 @@ def test_nodes_see_each_other_and_their_own_ranks(tmp_path):
 
 @needs_nodes
 def test_interfaces_see_what_was_counted(tmp_path):
-    """Every byte that leaves a node passes its interface, in segments of at least full size."""
-    words = ["nodes=2x1", "tokens=512", "scale.hidden_size=2048", "reference=false"]
+    """Of messages of 1 MB, to 1 %: but for what TCP sends twice, only framing is more."""
+    words = ["nodes=2x1", "tokens=256", "scale.hidden_size=2048", "reference=false"]
     process = start(tmp_path, *words, "output_dir=out", "dispatcher=all_to_all")
     out, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, "") and "interfaces   WITHIN" in out
     hosts = json.loads((tmp_path / "out" / "run.json").read_text())["interfaces"]
     for host in hosts:
-        assert host["counted_bytes"] > 8e6
-        assert 1 <= host["sent_bytes"] / host["counted_bytes"] <= 1.07
+        assert host["counted_bytes"] > 4e6 * 2
+        once = host["sent_bytes"] - host["resent_bytes"]
+        assert host["sent_bytes"] >= host["counted_bytes"] and once / host["counted_bytes"] <= 1.01
+
+
+def seconds_and_bytes(folder, ranks=4, steps=2):
+    """Of each rank's phases [2, steps, ranks], and what leaves each of two nodes [2, steps, 2]."""
+    seconds, leaving = np.zeros((2, steps, ranks)), np.zeros((2, steps, 2))
+    for rank in range(ranks):
+        for line in (folder / f"events.rank{rank}.jsonl").read_text().splitlines():
+            event = json.loads(line)
+            place = ("dispatch", "combine").index(event["phase"]), event["step"]
+            seconds[*place, rank] = event["seconds"]
+            away = sum(kind["scale_out"] for kind in event["bytes"].values())
+            leaving[*place, rank * 2 // ranks] += away
+    return seconds, leaving
+
+
+@needs_nodes
+@pytest.mark.parametrize(
+    ("dispatcher", "tokens"), [("all_to_all", 96), ("rank_dedup", 350), ("two_hop", 700)]
+)
+def test_a_phase_takes_its_bytes_over_the_rate(tmp_path, dispatcher, tokens):
+    """Both directions of the link are full, to 15 %: in the better of two steps, in one of three
+    runs, for others work on this machine, too."""
+    words = [f"dispatcher={dispatcher}", f"tokens={tokens}", "steps=2", "rate=25mbit"]
+    words += ["scale.hidden_size=2048", "reference=false"]
+    for attempt in ("first", "second", "third"):
+        process = start(tmp_path, "nodes=2x2", *words, f"output_dir={attempt}")
+        _, err = process.communicate(timeout=120)
+        assert (process.returncode, err) == (0, "")
+        seconds, leaving = seconds_and_bytes(tmp_path / attempt)
+        assert leaving.min() > 2.5e6
+        ratio = seconds.max(axis=-1) * 25e6 / 8 / leaving.max(axis=-1)  # [phase, step]
+        if ratio.min(axis=1).max() < 1.15:
+            break
+    assert ratio.min(axis=1).max() < 1.15 and ratio.max(axis=1).min() > 0.9, ratio
 
 
 def python_for_everyone() -> tuple[str, dict[str, str]] | None:

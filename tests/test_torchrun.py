@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import psutil
 import pytest
+
+from moe import torchrun
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["scale.hidden_size=64", "scale.intermediate_size=16", "layers=1", "tokens=8", "warmup=0"]
@@ -225,3 +229,31 @@ def test_a_small_benchmark_writes_its_record_and_prints_its_ratios(tmp_path):
 def np_shape(rows):
     [width] = {len(row) for row in rows}
     return len(rows), width
+
+
+@pytest.mark.parametrize(
+    ("ranks", "left"),
+    [((0, 1), ["events.rank0.jsonl"]), ((2, 3), [".run.json.7.partial", "events.rank0.jsonl"])],
+)
+def test_half_a_file_goes_with_the_rank_that_wrote_it(tmp_path, monkeypatch, ranks, left):
+    """Rank 0 was killed while it wrote; where it lives on another node, it may still write."""
+    results = tmp_path / "results"
+
+    def killed(_, notes):
+        results.mkdir()
+        (results / ".run.json.7.partial").touch()
+        (results / "events.rank0.jsonl").touch()
+        for rank in ranks:
+            (notes / f"note.rank{rank}").touch()
+        (notes / "results").write_text(str(results))
+        return 6
+
+    for name in ("WIDEEP_STATUS_FILE", "WIDEEP_NOTES"):
+        monkeypatch.setenv(name, "")  # put back in the end
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(torchrun, "_torchrun", killed)
+    try:
+        assert torchrun.main([]) == 6
+    finally:
+        logging.disable(logging.NOTSET)
+    assert sorted(path.name for path in results.iterdir()) == left

@@ -6,6 +6,7 @@ has one has everything.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -65,6 +66,16 @@ def make_result_dir(
             path = _free_name(path)
         except OSError as error:
             raise ValueError(f"output_dir={path} cannot be made: {error.strerror}") from error
+
+
+def tidy(folder: Path) -> None:
+    """A rank that was killed leaves no half a file, and a run that counted nothing no folder."""
+    for partial in folder.glob(".*.partial"):
+        partial.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # it has something in it
+        folder.rmdir()
+        if folder.parent == RESULTS:
+            folder.parent.rmdir()
 
 
 def write_result(

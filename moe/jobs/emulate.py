@@ -6,13 +6,12 @@ rank 0                         +--> judge -> files -> page
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from comm.report.store import RESULTS, make_result_dir
+from comm.report.store import make_result_dir, tidy
 from moe.jobs import ranks
 from moe.settings import Config, ConfigError
 
@@ -26,7 +25,7 @@ def launch(config: Config) -> int:
     try:
         status = ranks.launch(emulate, config, folder)
     finally:
-        _tidy(folder)
+        tidy(folder)
     if status == ranks.RANK_FAILED and folder.exists():
         print(f"wideep: what was counted until then is kept in {folder}", file=sys.stderr)
     return status
@@ -41,7 +40,7 @@ def run(config: Config, page: bool = False) -> Path:
     try:
         ranks.on_ranks(emulate, config, folder, page)
     finally:
-        _tidy(folder)
+        tidy(folder)
     return folder
 
 
@@ -55,16 +54,6 @@ def _result_dir(config: Config) -> Path:
         return make_result_dir(config.output_dir, config.model.name, config.dispatcher.name)
     except ValueError as error:  # someone else took the name since it was checked
         raise ConfigError(str(error)) from error
-
-
-def _tidy(folder: Path) -> None:
-    """A rank that was killed leaves no half a file, and a run that counted nothing no folder."""
-    for partial in folder.glob(".*.partial"):
-        partial.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # it has something in it
-        folder.rmdir()
-        if folder.parent == RESULTS:
-            folder.parent.rmdir()
 
 
 def emulate(world: World, config: Config, folder: Path | None = None, page: bool = True) -> int:
