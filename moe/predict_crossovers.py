@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from comm.analytic.crossover import all_reduce_bytes, expert_move, first_better, order
+from comm.analytic.crossover import (
+    ExpertMove,
+    all_reduce_bytes,
+    expert_move,
+    first_better,
+    order,
+)
 from comm.analytic.rows import payload_bytes
-from comm.analytic.strategies import Machine
+from comm.analytic.strategies import Machine, Rows
 
 if TYPE_CHECKING:
     from moe.prediction import Prediction
@@ -21,78 +26,85 @@ WEIGHTS = ("mxfp4", "bf16")
 
 def crossovers(prediction: Prediction) -> dict[str, Any]:
     """Strategies over numbers of ranks, domains, weights against tokens, TP against EP."""
-    run, model = prediction.run, prediction.config.model
-    asked, domain = prediction.config.topology, prediction.config.hardware.scale_up_domain
-    per_node = asked.ranks_per_node or domain or run.world_size
-    there, back = (
-        sum(payload_bytes(wire, run.width)) for wire in (run.wire_dispatch, run.wire_combine)
-    )
-    tokens = prediction.tokens / run.world_size
-
-    @cache
-    def machine(ep_size: int, domain: int) -> Machine:
-        return Machine(ep_size, domain, run.num_experts, run.top_k)
-
-    def rows(ep_size: int) -> dict[str, float]:
-        return {name: one.remote for name, one in machine(ep_size, per_node).rows.items()}
-
-    def times(ep_size: int) -> dict[str, float] | None:
-        """Microseconds of a layer there and back, mean rank, bytes alone."""
-        of = machine(ep_size, per_node).rows
-        found = {name: one.ns_per_byte(prediction.links.GBps) for name, one in of.items()}
-        known = {name: ns for name, ns in found.items() if ns is not None}
-        if len(known) < len(found):
-            return None
-        return {name: ns * tokens * (there + back) / 1e3 for name, ns in known.items()}
-
+    run, field = prediction.run, _Field(prediction)
     most = max(LARGEST, run.world_size)
     sizes = sorted({one for one in EP_SIZES if one <= most} | {run.world_size} - {1})
-    whole = [per_node * nodes for nodes in range(1, 9) if 1 < per_node * nodes <= most]
-    steps = sorted({*sizes, *whole})
+    whole = [field.per_node * nodes for nodes in range(1, 9)]
+    steps = sorted({*sizes, *(size for size in whole if 1 < size <= most)})
     few = range(2, 2 * run.top_k + 3)
     return {
-        "ranks_per_node": per_node,
+        "ranks_per_node": field.per_node,
         "table": [
             {
                 "ep_size": size,
-                "num_nodes": -(-size // per_node),
-                "rows": {name: asdict(one) for name, one in machine(size, per_node).rows.items()},
-                "us": times(size),
-                "by_rows": order(rows(size)),
+                "num_nodes": -(-size // field.per_node),
+                "rows": {name: asdict(rows) for name, rows in field.of(size).items()},
+                "us": field.times(size),
+                "by_rows": order(field.rows(size)),
             }
             for size in sizes
         ],
-        "copies_beat_allgather": first_better("all_to_all", "allgather", few, rows),
-        "dedup_beats_allgather": first_better("rank_dedup", "allgather", few, rows),
-        "two_hop_beats_dedup": first_better("two_hop", "rank_dedup", steps, times),
-        "copies_beat_two_hop": first_better("all_to_all", "two_hop", steps, rows),
-        "domains": _domains(prediction, machine, there + back),
-        "expert_moves": [
-            asdict(
-                expert_move(
-                    wire,
-                    run.width,
-                    prediction.plan.shape.intermediate_size,
-                    run.num_experts,
-                    run.top_k,
-                    there + back,
-                )
-            )
-            for wire in WEIGHTS
-        ],
-        "all_reduce": _all_reduce(prediction, machine, model.name),
+        "copies_beat_allgather": first_better("all_to_all", "allgather", few, field.rows),
+        "dedup_beats_allgather": first_better("rank_dedup", "allgather", few, field.rows),
+        "two_hop_beats_dedup": first_better("two_hop", "rank_dedup", steps, field.times),
+        "domains": _domains(field),
+        "expert_moves": [asdict(field.expert_move(format)) for format in WEIGHTS],
+        "all_reduce": _all_reduce(field),
     }
 
 
-def _domains(prediction: Prediction, machine: Any, round_trip: int) -> list[dict[str, Any]]:
+class _Field:
+    """Strategies on any number of ranks, with the model, wire, tokens and machine of a prediction.
+
+    per_node: ranks a node; round_trip: payload of a row there and of one back
+    """
+
+    def __init__(self, prediction: Prediction) -> None:
+        run, config = prediction.run, prediction.config
+        domain = config.topology.ranks_per_node or config.hardware.scale_up_domain
+        self.run, self.per_node = run, domain or run.world_size
+        self.inner_width = prediction.plan.shape.intermediate_size
+        self.GBps = prediction.links.GBps
+        self.tokens = prediction.tokens / run.world_size
+        wires = (run.wire_dispatch, run.wire_combine)
+        self.round_trip = sum(sum(payload_bytes(wire, run.width)) for wire in wires)
+        self._rows: dict[tuple[int, int], dict[str, Rows]] = {}
+
+    def of(self, ep_size: int, domain: int | None = None) -> dict[str, Rows]:
+        """Strategy -> rows of a token; domain: ranks of a node, None: as in this run."""
+        key = (ep_size, domain or self.per_node)
+        if key not in self._rows:
+            self._rows[key] = Machine(*key, self.run.num_experts, self.run.top_k).rows
+        return self._rows[key]
+
+    def rows(self, ep_size: int) -> dict[str, float]:
+        """Strategy -> rows that leave a token's rank."""
+        return {name: rows.remote for name, rows in self.of(ep_size).items()}
+
+    def times(self, ep_size: int) -> dict[str, float] | None:
+        """Strategy -> microseconds of a layer there and back, mean rank, bytes alone."""
+        found = {name: rows.ns_per_byte(self.GBps) for name, rows in self.of(ep_size).items()}
+        known = {name: ns for name, ns in found.items() if ns is not None}
+        if len(known) < len(found):
+            return None
+        return {name: ns * self.tokens * self.round_trip / 1e3 for name, ns in known.items()}
+
+    def expert_move(self, weight_format: str) -> ExpertMove:
+        """An expert's weights beside the rows that would go to it."""
+        run = self.run
+        sizes = (run.width, self.inner_width, run.num_experts, run.top_k)
+        return expert_move(weight_format, *sizes, self.round_trip)
+
+
+def _domains(field: _Field) -> list[dict[str, Any]]:
     """Payload of a token in one layer, there and back, between scale-up domains of other sizes."""
-    ranks = prediction.run.world_size
+    ranks = field.run.world_size
     sizes = sorted({*(size for size in DOMAINS if size < ranks), ranks})
     return [
         {
             "domain": size,
             **{
-                name: machine(ranks, size).rows[name].scale_out * round_trip
+                name: field.of(ranks, size)[name].scale_out * field.round_trip
                 for name in ("all_to_all", "rank_dedup", "two_hop")
             },
         }
@@ -100,14 +112,11 @@ def _domains(prediction: Prediction, machine: Any, round_trip: int) -> list[dict
     ]
 
 
-def _all_reduce(prediction: Prediction, machine: Any, model: str) -> dict[str, Any]:
+def _all_reduce(field: _Field) -> dict[str, Any]:
     """Tensor parallelism instead: the same tokens, rows of the same width, BF16 both ways."""
-    run = prediction.run
-    row = sum(payload_bytes("bf16", run.width))
-    tokens = prediction.tokens
-    expert = 2 * machine(run.world_size, run.world_size).rows["rank_dedup"].remote
+    ranks, row = field.run.world_size, sum(payload_bytes("bf16", field.run.width))
+    expert = 2 * field.of(ranks, ranks)["rank_dedup"].remote
     return {
-        "model": model,
-        "tensor_bytes_per_rank_layer": all_reduce_bytes(run.world_size, tokens, row),
-        "expert_bytes_per_rank_layer": expert * row * tokens / run.world_size,
+        "tensor_bytes_per_rank_layer": all_reduce_bytes(ranks, field.tokens * ranks, row),
+        "expert_bytes_per_rank_layer": expert * row * field.tokens,
     }

@@ -28,7 +28,8 @@ def crossovers(figures: Figures, width: int) -> list[Line]:
         f"rows of a token and layer that leave its rank, one way, uniform routing, {per_node} ranks"
         " a node"
     )
-    largest = max((us for one in found["table"] for us in (one["us"] or {}).values()), default=0)
+    timed = [one["us"] for one in found["table"] if one["us"]]
+    largest = max((one[name] for one in timed for name in BETWEEN), default=0)
     unit, factor = ("us", 1) if largest < MANY_US else ("ms", 1e-3)
     rows = []
     for one in found["table"]:

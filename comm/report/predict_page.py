@@ -5,25 +5,24 @@ what was planned   ANSWER in words   TRAFFIC   TIME   CROSSOVERS   CONVENTIONS
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from comm.report.answer import LABEL, labelled_facts
 from comm.report.conventions_page import conventions
-from comm.report.crossover_page import MANY_US, crossovers
+from comm.report.crossover_page import crossovers
 from comm.report.layout import Line, labelled, table, title
+from comm.report.predict_time import name_of, rate, time, time_in_words
 from comm.report.units import (
     BYTE_UNITS,
     format_bytes,
     format_count,
-    format_seconds,
     format_significant,
 )
 
 Figures = Mapping[str, Any]
 
 TIERS = {"scale_up": "inside nodes", "scale_out": "between nodes"}
-TITLES = {"scale_up": "scale-up", "scale_out": "scale-out"}
 REMARK = "expected under uniform routing, experts placed contiguous"
 
 
@@ -97,18 +96,14 @@ def _dispatcher(figures: Figures) -> str:
 def _machine(figures: Figures) -> str:
     """Rates of a rank, and where that of the scale-out comes from."""
     domain = figures["scale_up_domain"]
-    inside = f"scale-up {_rate(figures['scale_up_GBps'])}, {domain or 'all'} ranks a domain"
+    inside = f"scale-up {rate(figures['scale_up_GBps'])}, {domain or 'all'} ranks a domain"
     if figures["scale_out_GBps"] is None:
         return f"{figures['hardware']}: {inside}; scale-out rate not known"
     return (
-        f"{figures['hardware']}: {inside}; scale-out {_rate(figures['scale_out_GBps'])} ="
-        f" {_rate(figures['card_GBps'])} a card x {figures['nics_per_rank']:g} a rank /"
+        f"{figures['hardware']}: {inside}; scale-out {rate(figures['scale_out_GBps'])} ="
+        f" {rate(figures['card_GBps'])} a card x {figures['nics_per_rank']:g} a rank /"
         f" {figures['oversubscription']:g} oversubscription; one direction, of a rank"
     )
-
-
-def _rate(GBps: float | None) -> str:
-    return "not known" if GBps is None else f"{format_significant(GBps, 3)} GB/s"
 
 
 def answer(figures: Figures) -> dict[str, str]:
@@ -128,10 +123,10 @@ def answer(figures: Figures) -> dict[str, str]:
         "TIME": time_in_words(figures),
     }
     if figures["tokens_per_s"]:
-        rate = figures["tokens_per_s"]
+        each = figures["tokens_per_s"]
         facts["RATE"] = (
-            f"communication alone allows {format_significant(rate)} tokens/s,"
-            f" {format_significant(rate / figures['ranks'])} of a rank, nothing hidden behind"
+            f"communication alone allows {format_significant(each)} tokens/s,"
+            f" {format_significant(each / figures['ranks'])} of a rank, nothing hidden behind"
             " computation and nothing computed"
         )
     return facts
@@ -183,55 +178,6 @@ def _busiest(figures: Figures) -> str:
     )
 
 
-def time_in_words(figures: Figures) -> str:
-    """What binds a layer, and how far the other is behind."""
-    if figures["unknown_rates"]:
-        return " and ".join(
-            f"{figures['hardware']} has no rate for {TITLES[tier]}: set hardware.{tier}_GBps"
-            for tier in figures["unknown_rates"]
-        )
-    times = figures["times"]
-    if figures["bound"] == "nothing":
-        return "nothing leaves a rank, so nothing takes time"
-    text = f"a layer takes at least {_sum([figures['layer_us']])} on {figures['hardware']}"
-    floors, bound = [one["latency_us"] for one in times], figures["bound"]
-    bytes_take = f"{_sum(one['bytes_us'] for one in times)} {_where(figures)}"
-    if None in floors and bound == "bandwidth":
-        machine = "some phases" if any(floors) else "this machine"
-        return f"{text}: the bytes bind, {bytes_take}; no latency floor is known for {machine}"
-    floor = " + ".join("?" if one is None else f"{one:g}" for one in floors)
-    if bound == "both":
-        binds = ", ".join(f"{_name(one)} by {one['bound']}" for one in times)
-        return f"{text}: {binds}. The bytes take {bytes_take}, the latency floor is {floor} us"
-    said = {
-        "latency": ("latency binds, not bandwidth", "less"),
-        "bandwidth": ("bandwidth binds, not latency", "more"),
-    }
-    what, compared = said[bound]
-    than = f"{compared} than the latency floor of {floor} us"
-    return f"{text}: {what}. The bytes take {bytes_take}, {than}"
-
-
-def _where(figures: Figures) -> str:
-    """On which links, and at which rates."""
-    times = figures["times"]
-    tiers = {one["tier"] for one in times if one["tier"]}
-    if len(tiers) > 1:
-        return "on the slower links of each phase"
-    (tier,) = tiers
-    reached = [one["measured_us"].get(tier) for one in times]
-    reach = "" if None in reached else f", {_sum(reached)} at the rates measured"
-    return f"at the nominal {_rate(figures[f'{tier}_GBps'])} of {TITLES[tier]}{reach}"
-
-
-def _sum(times_us: Iterable[float]) -> str:
-    """7.4 + 14.4 us; each with its unit where they are long."""
-    values = list(times_us)
-    if max(values) >= MANY_US:
-        return " + ".join(format_seconds(one / 1e6) for one in values)
-    return " + ".join(f"{one:,.1f}" for one in values) + " us"
-
-
 def traffic(figures: Figures, width: int) -> list[Line]:
     """Bytes of the mean rank in one layer: by phase, kind and tier."""
     columns = {
@@ -250,7 +196,7 @@ def traffic(figures: Figures, width: int) -> list[Line]:
     seen = [name for name, field in columns.items() if any(one[field] for one in phases)]
     unit = _unit(max(one["network"] for one in phases))
     rows = [
-        (_name(one), *(_size(one[columns[name]], name, unit) for name in seen)) for one in phases
+        (name_of(one), *(_size(one[columns[name]], name, unit) for name in seen)) for one in phases
     ]
     if len(phases) > 1:
         sums = {name: sum(one[columns[name]] for one in phases) for name in seen}
@@ -261,10 +207,6 @@ def traffic(figures: Figures, width: int) -> list[Line]:
     )
     lines = title("TRAFFIC", remark, width)
     return lines + table(("phase", *seen), rows, bold_last=len(phases) > 1)
-
-
-def _name(one: Figures) -> str:
-    return one["phase"] if one["direction"] == "forward" else f"{one['phase']} bwd"
 
 
 def _unit(most: float) -> int:
@@ -279,43 +221,3 @@ def _size(num_bytes: float, column: str, unit: int) -> str:
     if not num_bytes or value < 0.005:
         return "<0.01" if num_bytes else "-"
     return f"{value:,.2f}" if value < 1e4 else f"{value:,.0f}"
-
-
-def time(figures: Figures, width: int) -> list[Line]:
-    """The least time of each phase of the slowest layer, tier by tier."""
-    if not figures["times"]:
-        return []
-    rows = []
-    for one in figures["times"]:
-        for tier in TIERS:
-            if tier not in one["nominal_us"]:
-                continue
-            wins = one["bound"] == "bandwidth" and one["tier"] == tier
-            from_tokens = one["tokens_at_bandwidth"] if one["tier"] == tier else None
-            rows.append(
-                (
-                    _name(one),
-                    TITLES[tier],
-                    format_bytes(one["bytes"][tier]),
-                    format_seconds(one["nominal_us"][tier] / 1e6),
-                    format_seconds(one["measured_us"][tier] / 1e6)
-                    if tier in one["measured_us"]
-                    else "-",
-                    "-" if one["latency_us"] is None else f"{one['latency_us']:g} us",
-                    "bytes" if wins else "latency" if one["bound"] == "latency" else "-",
-                    "-" if from_tokens is None else f"{from_tokens:,.0f}",
-                )
-            )
-    if not rows:
-        return []
-    header = ("phase", "links", "busiest rank", "nominal", "measured", "floor", "binds")
-    remark = (
-        "least time of one layer: payload of its busiest rank, or the latency of a single token"
-    )
-    notes = {"bytes from": "tokens a rank from which the bytes take longer than the floor"}
-    if figures["measured_ranks"]:
-        notes["measured"] = (
-            f"rates and floors of {figures['measured_ranks']} ranks inside a scale-up domain"
-        )
-    lines = title("TIME", remark, width) + table((*header, "bytes from"), rows, left=2)
-    return lines + labelled_facts(notes, width)
