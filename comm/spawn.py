@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from comm.notebook import Notebook, read_note
@@ -74,12 +75,15 @@ def run_ranks(
     *args: Any,
     preload: Sequence[str] = (),
     deadline_s: float | None = None,
+    needs_main: bool = True,
     **joining: Any,
 ) -> list[Any]:
     """Call function(world, *args) on every rank; return what each returned, in rank order.
 
     preload: modules that the fork server imports besides torch, so that no rank has to
     deadline_s: for the whole call; None waits for ever
+    needs_main: function or args come from the program's main file, which every rank then runs;
+        without, a script that starts ranks needs no `if __name__ == "__main__"`
     joining: device, backend, timeout_s (of one collective) as for comm.world.join
     Raises RankFailure; leaves no process behind, whatever happens.
     """
@@ -99,13 +103,25 @@ def run_ranks(
                     daemon=True,
                     name=f"rank-{rank}",
                 )
-                with signals_held():  # a rank is either not started or known to `stop`
+                main = contextlib.nullcontext() if needs_main else _main_hidden()
+                with signals_held(), main:  # a rank is either not started or known to `stop`
                     process.start()
                     theirs.close()
                     ranks.add(rank, process, ours)
             return ranks.collect(deadline_s)
         finally:
             ranks.stop()
+
+
+@contextlib.contextmanager
+def _main_hidden() -> Iterator[None]:
+    """Let multiprocessing find no main file that a child would have to run."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 @contextlib.contextmanager

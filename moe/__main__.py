@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from moe.cli import help_text, read_words
-from moe.settings import RANK_FAILED, RANKLESS, UNFIT, USAGE_ERROR, Config, ConfigError, UnfitError
+from moe.cli import Request, help_text, read_words
+from moe.settings import RANK_FAILED, RANKLESS, UNFIT, USAGE_ERROR, ConfigError, UnfitError
 from moe.version import VERSION
 
 INTERRUPTED, TERMINATED = 130, 143
@@ -61,6 +62,8 @@ def _run(words: Sequence[str], launched: bool, first: bool) -> int:
         if first:
             _say(help_text() if request.flag == "help" else f"wideep {VERSION}")
         return 0
+    if "job=sweep" in request.overrides:
+        return _sweep(request, launched)
     from moe.config import compose
     from moe.fitness import check
 
@@ -72,6 +75,18 @@ def _run(words: Sequence[str], launched: bool, first: bool) -> int:
         return 0
     job = import_module(f"moe.jobs.{config.job}")
     return job.run_rank(config) if launched else _launch(job.launch, config)
+
+
+def _sweep(request: Request, launched: bool) -> int:
+    """A sweep has several values of a key, which no Config has: it reads its words itself."""
+    from moe.sweep import read_sweep
+
+    if launched:
+        raise ConfigError("job=sweep starts the ranks of each run itself; start it with wideep")
+    sweep = read_sweep(request.overrides)
+    if request.flag == "check":
+        return 0
+    return _launch(import_module("moe.jobs.sweep").launch, sweep)
 
 
 def _say(text: str) -> None:
@@ -95,7 +110,7 @@ def _launched_world_size() -> int:
     return world_size
 
 
-def _launch(launch: Callable[[Config], int], config: Config) -> int:
+def _launch(launch: Callable[[Any], int], config: Any) -> int:
     """Start the ranks; a SIGTERM unwinds this process, so that it ends the ranks and then itself.
 
     Not done in a rank of torchrun: a handler would wait for the collective that the rank is in,

@@ -40,7 +40,7 @@ from moe.settings import (
 )
 from moe.validate import validate
 
-__all__ = ["Config", "ConfigError", "compose", "conf_dir", "options"]
+__all__ = ["Config", "ConfigError", "compose", "conf_dir", "options", "variants"]
 
 
 def compose(overrides: Sequence[str], world_size: int | None = None) -> Config:
@@ -68,6 +68,23 @@ def compose(overrides: Sequence[str], world_size: int | None = None) -> Config:
     validate(config, options)
     _refuse_unused(config, typed)
     return config
+
+
+def variants(word: str) -> list[str]:
+    """The words with one value each that KEY=v1,v2 stands for; other words stand for themselves.
+
+    A list [a,b] and a text in quotes are one value each; range(8,33,8) and choice(a,b) are several.
+    """
+    try:
+        override = OverridesParser.create().parse_override(word)
+    except HydraException as error:
+        raise ConfigError(_unreadable(word)) from error
+    name = override.key_or_group
+    if not override.is_sweep_override():
+        return [word]
+    if not override.is_discrete_sweep():
+        raise ConfigError(f"{word}: a sweep names its values; write {name}=v1,v2")
+    return [f"{name}={value}" for value in dict.fromkeys(override.sweep_string_iterator())]
 
 
 def _parse(word: str) -> Override:

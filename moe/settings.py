@@ -28,8 +28,11 @@ JOBS = {
     "bench": "time dispatch and combine against the raw all-to-all of the same bytes",
     "predict": "what uniform routing lets one expect, in every convention of the field; no ranks",
     "doctor": "what this machine lacks for the run that the other words describe; no ranks",
+    "sweep": "emulate, or job=predict, for every combination of KEY=v1,v2: one table, one page",
+    "compare": "two results side by side: what differs, and which setting differs",
+    "export": "a result in a format of other programs: replay it, look at it, load it",
 }
-RANKLESS = ("predict", "doctor")
+RANKLESS = ("predict", "doctor", "sweep", "compare", "export")
 UNUSED = {  # job -> the keys, or the first parts of keys, that mean nothing to it
     "emulate": ("bench",),
     "bench": (
@@ -48,15 +51,27 @@ UNUSED = {  # job -> the keys, or the first parts of keys, that mean nothing to 
     ),
 }
 # job -> all keys that it uses, for jobs that use few
-USED: dict[str, tuple[str, ...]] = {}
+USED: dict[str, tuple[str, ...]] = {
+    "sweep": ("output_dir", "sweep"),  # its other words are those of the runs
+    "compare": ("a", "b"),
+    "export": ("result", "to", "export", "output_dir"),
+}
 # key -> the jobs that it belongs to; what stands in no table any job may use
-JOBS_OF: dict[str, tuple[str, ...]] = {}
+JOBS_OF: dict[str, tuple[str, ...]] = {
+    "sweep": ("sweep",),
+    "a": ("compare",),
+    "b": ("compare",),
+    "result": ("export",),
+    "to": ("export",),
+    "export": ("export",),
+}
 DTYPES = ("fp32", "bf16", "fp16")
 WIRES = ("fp32", "bf16", "fp16", "fp8_block128", "mxfp8", "mxfp4", "nvfp4")
 REPLICA_CHOICES = ("round_robin", "random", "nearest")
 EXPERT_TP_MODES = ("gather", "all")
 MODES = ("inference", "training")
 PHASES = ("dispatch", "combine", "tp_gather", "tp_reduce", "rebalance", "grad_sync")
+EXPORTS = ("nccl_tests", "chrome_trace", "csv", "parquet")
 FAULTS = ("none", "raise", "kill", "stop", "hang", "exit", "disk_full", "split")
 
 
@@ -159,6 +174,28 @@ class BenchConfig:
 
 
 @dataclass(frozen=True)
+class SweepConfig:
+    total_tokens: int | None = key(
+        None,
+        "so many tokens in each run, shared by its ranks; null: tokens of each rank",
+        minimum=0,
+    )
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """Which matrices to=nccl_tests writes; null takes all."""
+
+    layer: int | None = key(None, "to=nccl_tests: this layer; null: each", minimum=0)
+    phase: str | None = key(None, "to=nccl_tests: this phase; null: each")
+    direction: str | None = key(None, "to=nccl_tests: forward or backward; null: both")
+    kind: str | None = key(None, "to=nccl_tests: bytes of this kind; null: all together")
+    width: str = key(
+        "run", "to=nccl_tests: rows as wide as in the run, or as in the full model", ("run", "full")
+    )
+
+
+@dataclass(frozen=True)
 class FaultConfig:
     """What breaks on purpose, where and when: once, as the phase begins."""
 
@@ -229,6 +266,12 @@ class Config:
     output_dir: str | None = key(
         None, "a new folder for the results; null: results/<time>-<model>-<dispatcher>"
     )
+    result: str | None = key(None, "a folder of results")
+    to: str | None = key(None, "the format that a result is written in", EXPORTS)
+    a: str | None = key(None, "the first of two folders of results")
+    b: str | None = key(None, "the second of two folders of results")
+    export: ExportConfig = field(default_factory=ExportConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
     fault: FaultConfig = field(default_factory=FaultConfig)
 

@@ -15,7 +15,17 @@ from typing import Any
 from comm.topology import divisibility_message
 from moe.model import scaled
 from moe.rehearsal import refusal
-from moe.settings import WIRES, Config, ConfigError, Key, keys, no_such, shown
+from moe.settings import (
+    EXPORTS,
+    WIRES,
+    Config,
+    ConfigError,
+    ExportConfig,
+    Key,
+    keys,
+    no_such,
+    shown,
+)
 
 DAY_S = 86_400
 BACKENDS = {"cpu": ("auto", "gloo"), "cuda": ("auto", "nccl", "gloo")}
@@ -37,6 +47,7 @@ def validate(config: Config, options: Callable[[str], list[str]]) -> None:
     _check_tokens(config)
     if config.job in ("emulate", "doctor") and (reason := refusal(config)):
         raise ConfigError(reason)
+    _check_results(config)
     _check_surroundings(config)
     check_output_dir(config.output_dir)
 
@@ -56,7 +67,7 @@ def _check_key(key: Key, value: Any) -> None:
         raise ConfigError(f"{key.name}=[]: must not be empty")
     if key.choices:
         last = key.name.rsplit(".", 1)[-1].rstrip("s")
-        kind = "wire format" if key.choices == WIRES else last
+        kind = "wire format" if key.choices == WIRES else "format" if last == "to" else last
         _check_choices(key.name, kind, value, key.choices)
     if key.minimum is None:
         return
@@ -125,6 +136,20 @@ def _check_tokens(config: Config) -> None:
             f"tokens={shown(config.tokens)}: lists {len(config.tokens_per_rank)} ranks,"
             f" ranks={config.world_size}"
         )
+
+
+def _check_results(config: Config) -> None:
+    """A job that reads results is told which."""
+    for job, name, what in (
+        ("export", "result", "DIR, the folder of a result"),
+        ("export", "to", f"one of {', '.join(EXPORTS)}"),
+        ("compare", "a", "DIR, the folder of a result"),
+        ("compare", "b", "DIR, the folder of another"),
+    ):
+        if config.job == job and getattr(config, name) is None:
+            raise ConfigError(f"job={job}: needs {name}={what}")
+    if config.job == "export" and config.to != "nccl_tests" and config.export != ExportConfig():
+        raise ConfigError(f"export.*: to={config.to} does not use it; it belongs to to=nccl_tests")
 
 
 def _check_surroundings(config: Config) -> None:

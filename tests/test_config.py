@@ -8,7 +8,7 @@ import pytest
 
 from comm.wire import WIRE_FORMATS
 from moe.config import compose
-from moe.settings import JOBS, UNUSED, WIRES, ConfigError, keys
+from moe.settings import JOBS, UNUSED, USED, WIRES, ConfigError, keys
 
 
 def refusal(*overrides: str, **arguments: int) -> str:
@@ -257,8 +257,10 @@ def test_what_cannot_be_planned_is_refused_before_any_rank_starts(tmp_path):
 def test_every_key_is_used_by_some_job(job):
     """UNUSED names real keys, and leaves each job its own."""
     first_parts = {name.partition(".")[0] for name in keys()}
-    assert set(UNUSED[job]) < first_parts | set(keys())
-    assert not set.intersection(*(set(UNUSED[other]) for other in JOBS))
+    names = first_parts | set(keys())
+    unused = {one: names - set(USED[one]) if one in USED else set(UNUSED[one]) for one in JOBS}
+    assert unused[job] < names
+    assert not set.intersection(*unused.values()) - {name for name in names if "." in name}
 
 
 def test_the_last_word_of_a_key_wins_whatever_came_before():

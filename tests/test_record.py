@@ -6,6 +6,7 @@ import csv
 import json
 import re
 import runpy
+import time
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -522,7 +523,10 @@ def test_events_are_on_disk_at_once(tmp_path: Path) -> None:
     )
     lines = (tmp_path / "events.rank0.jsonl").read_text().splitlines()  # before it is closed
     log.close()
-    assert [json.loads(text) for text in lines] == [
+    events = [json.loads(text) for text in lines]
+    ends = [event.pop("ended_seconds") for event in events]
+    assert time.time() - 60 < ends[0] <= ends[1] <= time.time()
+    assert events == [
         {
             "step": 0,
             "layer": 3,

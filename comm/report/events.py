@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -58,6 +59,7 @@ class EventLog:
             "rows": dict(zip(TIER_NAMES, by_tier(rows, self._tiers).tolist(), strict=True)),
             "bytes": kinds,
             "seconds": float(seconds),
+            "ended_seconds": time.time(),
         }
         self._write(json.dumps(event).encode() + b"\n")
 

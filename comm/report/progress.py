@@ -53,13 +53,14 @@ def progress(
     rank: int = 0,
     stream: TextIO | None = None,
     clock: Callable[[], float] = time.monotonic,
+    shown: bool = True,
 ) -> Iterator[Progress]:
     """Progress over `total` pieces; silent on other ranks than 0 and away from a terminal.
 
     stream: where the bar goes, standard error by default
     """
     stream = sys.stderr if stream is None else stream
-    shown = rank == 0 and stream is not None and stream.isatty()
+    shown = shown and rank == 0 and stream is not None and stream.isatty()
     state = Progress(total, label, stream if shown else None, clock)
     try:
         yield state

@@ -11,7 +11,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
@@ -88,7 +88,7 @@ def write_result(
     files["traffic.npz"] = lambda file: _save_traffic(file, traffic, acked)
     if csv:
         tiers = Topology(tuple(record["manifest"]["node_of_rank"])).tiers()
-        files["traffic.csv"] = lambda file: _save_csv(file, traffic, tiers)
+        files["traffic.csv"] = lambda file: write_csv(file, traffic, tiers)
     text = json.dumps(record, indent=1, allow_nan=False)
     files["run.json"] = lambda file: file.write(f"{text}\n".encode())
     try:
@@ -160,24 +160,30 @@ def _save_routing(file: IO[bytes], routing: Mapping[str, Any]) -> None:
     np.savez_compressed(file, **arrays, header=np.asarray(json.dumps(routing["header"])))
 
 
-def _save_csv(file: IO[bytes], traffic: Any, tiers: np.ndarray) -> None:
-    """The non-zero cells, one a line, in the order of the axes."""
+def write_csv(file: IO[bytes], traffic: Any, tiers: np.ndarray) -> None:
+    """`traffic_cells`, one a line, below CSV_HEADER."""
     text = io.TextIOWrapper(file, encoding="utf-8", newline="")
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(CSV_HEADER)
-    for layer, cells in zip(traffic.layers, traffic.bytes, strict=True):
-        for d, p, k, src, dst in np.argwhere(cells).tolist():
-            writer.writerow(
-                (
-                    layer,
-                    traffic.directions[d],
-                    traffic.phases[p],
-                    traffic.kinds[k],
-                    src,
-                    dst,
-                    TIER_NAMES[tiers[src, dst]],
-                    cells[d, p, k, src, dst],
-                )
-            )
+    writer.writerows(traffic_cells(traffic, tiers))
     text.flush()
     text.detach()
+
+
+def traffic_cells(traffic: Any, tiers: np.ndarray) -> Iterator[tuple[Any, ...]]:
+    """The non-zero cells in the order of the axes, each with the columns of CSV_HEADER.
+
+    traffic: comm.meter.Traffic, or what was read of one; tiers: [R, R] LinkTier of every pair
+    """
+    for layer, cells in zip(traffic.layers, traffic.bytes, strict=True):
+        for d, p, k, src, dst in np.argwhere(cells).tolist():
+            yield (
+                layer,
+                traffic.directions[d],
+                traffic.phases[p],
+                traffic.kinds[k],
+                src,
+                dst,
+                TIER_NAMES[tiers[src, dst]],
+                int(cells[d, p, k, src, dst]),
+            )

@@ -32,6 +32,19 @@ def launch(config: Config) -> int:
     return status
 
 
+def run(config: Config, page: bool = False) -> Path:
+    """Run and leave the result in the folder that is returned; print nothing but the page, if any.
+
+    Raises RankFailure where a rank fails; what was counted until then is kept.
+    """
+    folder = _result_dir(config)
+    try:
+        ranks.on_ranks(emulate, config, folder, page)
+    finally:
+        _tidy(folder)
+    return folder
+
+
 def run_rank(config: Config) -> int:
     """Be one of torchrun's ranks; the exit status, which only rank 0's verdicts decide."""
     return ranks.run_rank(emulate, config)
@@ -54,10 +67,11 @@ def _tidy(folder: Path) -> None:
             folder.parent.rmdir()
 
 
-def emulate(world: World, config: Config, folder: Path | None = None) -> int:
+def emulate(world: World, config: Config, folder: Path | None = None, page: bool = True) -> int:
     """The whole job on one rank; a collective.
 
     folder: of the results; None: rank 0 makes it
+    page: print it, and how far the run has come
     """
     from comm.report.console import render
     from comm.report.progress import progress
@@ -79,7 +93,7 @@ def emulate(world: World, config: Config, folder: Path | None = None) -> int:
     hosts = gather_hosts(world)
     forward_passes = config.warmup + config.steps
     layers_to_run = plan.num_layers * (forward_passes + int(config.reference))
-    with progress(layers_to_run, "layers", world.rank) as done:
+    with progress(layers_to_run, "layers", world.rank, shown=page) as done:
         log, held = measure(plan, world, folder, done.advance)
         logs = world.gather(log)
         case = Case.of(plan, logs) if world.rank == 0 else None
@@ -97,5 +111,6 @@ def emulate(world: World, config: Config, folder: Path | None = None) -> int:
             csv=config.traffic_csv,
             routing=case.routing.file(plan) if config.record_routing else None,
         )
-    render(judgement.record)
+    if page:
+        render(judgement.record)
     return judgement.status

@@ -32,16 +32,7 @@ def launch(body: Callable[..., int], config: Config, *args: Any) -> int:
     _announce_fault(config)
     had = memory_in_words(config, config.world_size)
     try:
-        statuses = run_ranks(
-            body,
-            config.world_size,
-            config,
-            *args,
-            preload=PRELOAD,
-            device=config.device,
-            backend=config.backend,
-            timeout_s=config.timeout_s,
-        )
+        return on_ranks(body, config, *args)
     except RankFailure as failure:
         guilty = failure.guilty
         memory = f": {had}" if "SIGKILL" in (guilty.error or "") and not guilty.kind else ""
@@ -49,6 +40,21 @@ def launch(body: Callable[..., int], config: Config, *args: Any) -> int:
         if guilty.kind not in PLAIN:
             print(guilty.details, end="", file=sys.stderr)
         return RANK_FAILED
+
+
+def on_ranks(body: Callable[..., int], config: Config, *args: Any) -> int:
+    """As `launch`, but silent; raises RankFailure."""
+    statuses = run_ranks(
+        body,
+        config.world_size,
+        config,
+        *args,
+        preload=PRELOAD,
+        needs_main=False,
+        device=config.device,
+        backend=config.backend,
+        timeout_s=config.timeout_s,
+    )
     return statuses[0]
 
 

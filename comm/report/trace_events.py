@@ -1,0 +1,77 @@
+"""Phases by rank over time in the Trace Event Format, which Perfetto and chrome://tracing read.
+
+A node is a process and a rank a thread of it. A span begins as long before its end as the rank
+spent inside the phase. With chunks that time came in pieces, while other phases ran as well: a span
+is cut where the one before it ends, for spans of a thread must nest; args.seconds has all of it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Event = Mapping[str, Any]
+
+
+def read_events(folder: Path) -> dict[int, list[Event]]:
+    """By rank, in order. The last line of a rank that was killed may be half a line.
+
+    Raises ValueError where there are none, or none with times.
+    """
+    found: dict[int, list[Event]] = {}
+    for path in folder.glob("events.rank*.jsonl"):
+        (rank,) = re.fullmatch(r"events\.rank(\d+)\.jsonl", path.name).groups()
+        lines = path.read_text().splitlines(keepends=True)
+        found[int(rank)] = [json.loads(line) for line in lines if line.endswith("\n")]
+    events = [event for rank in found.values() for event in rank]
+    if not events:
+        raise ValueError(f"result={folder}: has no events.rank*.jsonl with an event")
+    if any("ended_seconds" not in event for event in events):
+        raise ValueError(f"result={folder}: its events have no times; an older version wrote them")
+    return dict(sorted(found.items()))
+
+
+def trace(
+    events: Mapping[int, Sequence[Event]], node_of_rank: Sequence[int] | None, name: str
+) -> dict[str, Any]:
+    """The JSON object of a trace; times in microseconds from the first span on.
+
+    events: by rank; node_of_rank: None where nobody knows
+    """
+    nodes = node_of_rank or [0] * (1 + max(events))
+    spans = {rank: _spans(of_rank) for rank, of_rank in events.items()}
+    first = min(begin for of_rank in spans.values() for begin, _ in of_rank)
+    entries = [_named("process_name", node, 0, f"node {node}") for node in sorted(set(nodes))]
+    for rank, of_rank in spans.items():
+        entries.append(_named("thread_name", nodes[rank], rank, f"rank {rank}"))
+        entries += [
+            {
+                "name": event["phase"],
+                "cat": event["direction"],
+                "ph": "X",
+                "ts": (begin - first) * 1e6,
+                "dur": (event["ended_seconds"] - begin) * 1e6,
+                "pid": nodes[rank],
+                "tid": rank,
+                "args": {key: event[key] for key in ("step", "layer", "rows", "bytes", "seconds")},
+            }
+            for begin, event in of_rank
+        ]
+    return {"traceEvents": entries, "displayTimeUnit": "ms", "otherData": {"result": name}}
+
+
+def _spans(events: Sequence[Event]) -> list[tuple[float, Event]]:
+    """Each event of a rank with the time at which its span begins, in seconds."""
+    spans, before = [], 0.0
+    for event in events:
+        end = event["ended_seconds"]
+        spans.append((min(end, max(before, end - event["seconds"])), event))
+        before = end
+    return spans
+
+
+def _named(what: str, node: int, rank: int, name: str) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": node, "tid": rank, "args": {"name": name}}
