@@ -10,12 +10,16 @@ Nothing heavy is imported before a marked test is about to run. docs/testing.md 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import count
 from numbers import Real
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
+    from comm.report.reading import Result
     from moe.ranked import Ranks
 
 TIMEOUT = "ranks_timeout"
@@ -163,3 +167,17 @@ def _marked(request: pytest.FixtureRequest) -> pytest.Function:
     if not _is_marked(request.node):
         pytest.fail(f"usage: {request.fixturename} needs @pytest.mark.ranks(n)", pytrace=False)
     return request.node
+
+
+@pytest.fixture
+def emulate(tmp_path: Path) -> Callable[..., Result]:
+    """Runs the emulator as `moe.emulate` does, in pytest's process; its files go to tmp_path."""
+    from moe.api import emulate as emulated
+
+    runs = count()
+
+    def run(*settings: Any, **keys: Any) -> Result:
+        given = {"output_dir": str(tmp_path / f"emulate{next(runs)}")} | keys
+        return emulated(*settings, **given)
+
+    return run

@@ -178,7 +178,7 @@ def _show_output(item: pytest.Function, pool: RankPool) -> None:
         if item.config.getoption("capture") == "no":
             print("".join(f"[rank {rank}] {line}\n" for line in text.splitlines()), end="")
         else:
-            item.add_report_section("call", f"output of rank {rank}", text)
+            item.add_report_section("call", f"stdout of rank {rank}", text)
 
 
 def _judge(outcome: Outcome) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -126,8 +128,35 @@ WAYS = {
 }  # fmt: skip
 
 
+def due(name, n, src, dst, k):
+    """Bytes that one rank needs from another, for each of WAYS, in words as plain as can be."""
+    away, last = src != dst, n - 1
+    share = [4 * (k // n + (place < k % n)) for place in range(n)]
+    double = [4 * (3 * k // n + (place < 3 * k % n)) for place in range(n)]
+    bytes_each = [k // n + (place < k % n) for place in range(n)]
+    three = [4 * ((k + 3) // n + (place < (k + 3) % n)) for place in range(n)]
+    return {
+        "all_to_all_single, uneven, async": (3 * src + dst) % 4 * k * 12,
+        "all_reduce": away * (share[src] + share[dst]),
+        "functional all_reduce": away * (share[src] + share[dst]),
+        "all_reduce, bytes": away * (bytes_each[src] + bytes_each[dst]),
+        "coalesced": away * (double[src] + double[dst]),
+        "broadcast": away * (src == last) * 4 * k,
+        "functional broadcast": away * (src == last) * 4 * k,
+        "reduce": away * (dst == last) * 4 * k,
+        "gather": (dst == last) * 4 * k,
+        "scatter": (src == last) * 4 * k,
+        "send": (src == 0 and dst == last) * 4 * k,
+        "batch_isend_irecv": (dst == (src + 1) % n) * 4 * (k + src),
+        "barrier": 0,
+        "functional all_to_all, backward": 8 * k,
+        "functional, several": away * (three[src] + three[dst]) + 2 * 4 * (k + 3) - 8,
+        "autograd of torch.distributed.nn": 2 * away * (share[src] + share[dst]),
+    }.get(name, 4 * k)  # the others bring k floats from each to each, what stays included
+
+
 def every_way(world, sizes, parts):
-    """The traffic of each way, counted and witnessed, in the whole world and in one of its parts.
+    """The traffic of each way, counted and witnessed, in the whole world and in its parts.
 
     sizes: elements of a tensor; parts: of the world, one group each
     """
@@ -136,10 +165,141 @@ def every_way(world, sizes, parts):
     part = next(group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER)
     warnings.simplefilter("ignore")  # names that torch would rather see replaced
     for name, use in WAYS.items():
-        for group in (dist.group.WORLD, part):
-            n, place = group.size(), group.rank()
-            with count_traffic(kernel=True) as traffic:
+        with count_traffic(kernel=True) as traffic:
+            for group in (dist.group.WORLD, part):
                 for k in sizes:
-                    use(group, n, place, k)
-            found[name, group is part] = traffic.gather()
+                    use(group, group.size(), group.rank(), k)
+        found[name] = traffic.gather()
     return found if world.rank == 0 else None
+
+
+def foreign(world, topk_ids, width):
+    """A dispatcher that knows nothing of this program: counts by all_gather, rows point to point,
+    and the answers by one all_to_all; what was counted, and what the kernel says."""
+    n, rank = world.world_size, world.rank
+    owner = [[expert % n for expert in token] for token in topk_ids[rank]]
+    tokens = torch.randn(len(owner), width, dtype=torch.bfloat16)
+    with count_traffic(node_of_rank=[one % 2 for one in range(n)], kernel=True) as traffic:
+        to = [[i for i, token in enumerate(owner) if dst in token] for dst in range(n)]
+        mine = torch.tensor([len(rows) for rows in to])
+        counts = [torch.empty_like(mine) for _ in range(n)]
+        dist.all_gather(counts, mine)
+        arrived = [torch.empty(int(one[rank]), width, dtype=torch.bfloat16) for one in counts]
+        arrived[rank] = tokens[to[rank]]
+        others = [one for one in range(n) if one != rank]
+        sends = [dist.P2POp(dist.isend, tokens[to[one]], one) for one in others if to[one]]
+        takes = [dist.P2POp(dist.irecv, arrived[one], one) for one in others if len(arrived[one])]
+        for work in dist.batch_isend_irecv(sends + takes):
+            work.wait()
+        answers = torch.cat(arrived).float()
+        back = torch.empty(int(mine.sum()), width)
+        splits = [len(rows) for rows in arrived]
+        all_to_all_single(back, answers, mine.tolist(), splits)
+    return traffic.gather()
+
+
+def of_fairscale(world, tokens, width):
+    """Forward and backward of a layer of fairscale, with Top2Gate; the traffic, and the number of
+    expert parameters that DDP would not touch."""
+    warnings.simplefilter("ignore")
+    from fairscale.nn.moe.moe_layer import MOELayer
+    from fairscale.nn.moe.top2gate import Top2Gate
+
+    torch.manual_seed(world.rank)
+    layer = MOELayer(Top2Gate(width, 2 * world.world_size), expert_pair(width))
+    with count_traffic(kernel=True) as traffic:
+        layer(torch.randn(2, tokens // 2, width, requires_grad=True)).sum().backward()
+    return traffic.gather()
+
+
+def expert_pair(width):
+    return torch.nn.ModuleList([torch.nn.Linear(width, width) for _ in range(2)])
+
+
+def other_roads(world):
+    """What the program does not call itself, but DDP, FSDP and compiled code."""
+    from torch.distributed.fsdp import fully_shard
+
+    found = {}
+    warnings.simplefilter("ignore")
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(30, 10))
+    with count_traffic() as traffic:
+        model(torch.ones(2, 30)).sum().backward()
+    found["ddp"] = traffic.gather()
+    whole = fully_shard(torch.nn.Linear(30, 20, bias=False))
+    with count_traffic() as traffic:
+        whole(torch.ones(2, 30)).sum().backward()
+    found["fsdp"] = traffic.gather()
+    compiled = torch.compile(
+        lambda one: functional.all_reduce(one, "sum", dist.group.WORLD) + 1, backend="eager"
+    )
+    with count_traffic() as traffic:
+        compiled(floats(5))
+    found["compiled"] = traffic.gather()
+    return found
+
+
+def limits(world):
+    """Where the kernel is no witness, what it says of a wrong law, and what is refused."""
+    n, found = world.world_size, refusals(world)
+    with count_traffic(kernel=True) as traffic:
+        dist.all_reduce(floats(n), group=dist.new_group(list(range(n))))
+        dist.all_reduce(floats(n), group=dist.new_subgroups_by_enumeration([[0, 1], [2]])[0])
+    found["new group"] = traffic.gather()
+    with count_traffic() as traffic:
+        dist.monitored_barrier()
+        dist.all_reduce(floats(n))
+    found["unknown"] = traffic.gather()
+    found["right"], found["wrong"] = miscounted(world, 0), miscounted(world, 1)
+    return found
+
+
+def refusals(world):
+    """What is said to who asks for what cannot be had."""
+    said = {}
+
+    def tell(name, use):
+        try:
+            use()
+        except (RuntimeError, ValueError) as error:
+            said[name] = str(error)
+
+    def in_a_thread():
+        with count_traffic():
+            other = threading.Thread(target=dist.all_reduce, args=(floats(3),))
+            other.start()
+            other.join()
+
+    def inside():
+        with count_traffic() as traffic:
+            traffic.gather()
+
+    tell("thread", in_a_thread)
+    tell("inside", inside)
+    tell("layout", lambda: count_traffic(ranks_per_node=2).__enter__())
+    tell("nodes", lambda: count_traffic(node_of_rank=[0]).__enter__())
+    with count_traffic() as traffic:
+        dist.all_reduce(floats(3))
+    tell("tier", lambda: traffic.bytes(tier="scale_out"))
+    tell("name", lambda: traffic.bytes(tier="rack"))
+    tell("op", lambda: traffic.bytes(op="all2all"))
+    return said
+
+
+def miscounted(world, by):
+    """A law that is off by so many bytes on one rank; what the kernel says to it."""
+    from comm.counting import traffic as ledger
+
+    law = ledger.moved
+
+    def wrong(call):
+        payload, messages = law(call)
+        payload[(call.place + 1) % call.size] += by
+        return payload, messages
+
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:
+            patch.setattr(ledger, "moved", wrong)
+        with count_traffic(kernel=True) as traffic:
+            dist.all_reduce(floats(100))
+    return traffic.kernel

@@ -36,6 +36,17 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
         "comm.world",
     ),
     "comm.spawn": ("torch", "comm.barrier", "comm.notebook", "comm.post_mortem", "comm.world"),
+    "comm.rank_server": ("torch", "comm.notebook", "comm.spawn", "comm.world"),
+    "comm.ranks": ("comm.notebook", "comm.rank_server", "comm.spawn"),
+    "comm.counting.gloo": (),
+    "comm.counting.ops": ("torch", "comm.counting.gloo"),
+    "comm.counting.traffic": (
+        *("torch.distributed", "comm.counting.gloo", "comm.topology", "comm.verdict"),
+    ),
+    "comm.counting": (
+        *("torch", "comm.counting", "comm.kernel", "comm.reconcile", "comm.tcp", "comm.topology"),
+        *("comm.verdict", "comm.world"),
+    ),
     "comm.replicas": ("torch", "comm.permute", "comm.placement"),
     "comm.rebalance": ("torch", "comm.meter", "comm.placement", "comm.transport"),
     "comm.grad_sync": ("torch", "comm.meter", "comm.placement", "comm.transport", "comm.wire"),
@@ -52,6 +63,10 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
     "comm.interfaces": ("comm.verdict",),
     "comm.report": ("rich", "comm.report", "comm.topology", "comm.analytic.rows"),
     "moe.version": (),
+    # The plugin is read by every pytest of the environment, so nothing heavy is named in it.
+    "moe.pytest_plugin": ("moe.api", "moe.ranked", "comm.report.reading"),
+    "moe.ranked": ("comm.ranks", "comm.rank_server", "comm.spawn", "comm.world"),
+    "moe.testing": ("comm.counting", "comm.report.units", "comm.topology"),
     "moe.philox": (),
     "moe.model": (),
     "moe.hf_config": ("moe.model",),

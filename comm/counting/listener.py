@@ -85,6 +85,11 @@ class _Listener(TorchDispatchMode):
         self._traffic = traffic
         self._heard: dict[dist.ProcessGroup, int] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else the first operator imports the whole compiler, a second or two on each rank."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping | None = None
     ) -> Any:

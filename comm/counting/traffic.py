@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
     from comm.verdict import Verdict
 
+NETWORK, SELF = "network", TIER_NAMES[0]
+TIERS = (*TIER_NAMES, NETWORK)
+
 
 @dataclass
 class Cell:
@@ -91,7 +94,7 @@ class Traffic:
         """Bytes from each rank to each, int64 [R, R]; before `gather` this rank's row of it.
 
         op: one kind of collective (comm.counting.gloo.NEEDED has the names); group: one group's
-        tier: "self", "scale_up" or "scale_out"; other pairs are 0 then
+        tier: self, scale_up, scale_out, or network for the last two; other pairs are 0
         moved: by gloo, not needed. Raises ValueError where that or the nodes are not known.
         """
         total = np.zeros((self.world_size, self.world_size), np.int64)
@@ -111,9 +114,9 @@ class Traffic:
         tier: str | None = None,
         moved: bool = False,
     ) -> int:
-        """Bytes that leave their rank, or those of one tier; arguments as for `matrix`."""
-        matrix = self.matrix(op=op, group=group, tier=tier, moved=moved)
-        return int(matrix.sum() if tier else matrix.sum() - np.trace(matrix))
+        """The sum of `matrix` with the same choices; what stays on its rank is in it but for
+        tier="network"."""
+        return int(self.matrix(op=op, group=group, tier=tier, moved=moved).sum())
 
     def calls(
         self, *, op: str | None = None, group: ProcessGroup | Sequence[int] | None = None
@@ -165,10 +168,11 @@ class Traffic:
                 yield key, cell
 
     def _tiers(self, tier: str) -> np.ndarray:
-        if tier not in TIER_NAMES:
-            raise ValueError(f"tier={tier!r} is none of {', '.join(TIER_NAMES)}")
-        if tier == TIER_NAMES[0]:
-            return np.eye(self.world_size, dtype=bool)
+        own = np.eye(self.world_size, dtype=bool)
+        if tier not in TIERS:
+            raise ValueError(f"tier={tier!r} is none of {', '.join(TIERS)}")
+        if tier in (SELF, NETWORK):
+            return own if tier == SELF else ~own
         if self.topology is None:
             raise ValueError(
                 "which rank is on which node is known after gather(), or by"
