@@ -34,7 +34,7 @@ NEVER_S = 7 * 24 * 3600.0  # the caller watches the time
 
 
 class RankServer:
-    """The caller's side of the server. Linux and other systems that can fork."""
+    """The caller's side of the server; Linux."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -50,7 +50,7 @@ class RankPool:
         started = server.start(self._folder, world_size)
         self._pids = [pid for pid, _ in started]
         self._pipes = [pipe for _, pipe in started]
-        self.usable = True
+        self.usable = False
         failures = self._collect(START_S).failures
         if failures:
             said = self.output(failures[0].rank)
@@ -68,6 +68,7 @@ class RankPool:
         """
         assert self.usable, "a pool that failed is used again"
         request = pickle.dumps((function, args))
+        self.usable = False  # until all have answered, should the caller be interrupted
         for pipe in self._pipes:
             pipe.send_bytes(request)
         return self._collect(deadline_s)

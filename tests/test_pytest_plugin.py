@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,14 +24,17 @@ LIMIT_S = 10  # for twenty tests on eight ranks, on two cores that have nothing 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks")
 
 
-def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """pytest with this plugin and no other, in a folder of its own."""
+def run(folder: Path, *words: str, alone: bool = True) -> subprocess.CompletedProcess[str]:
+    """pytest with this plugin, in a folder of its own. alone: with no other plugin that is there"""
     environment = {name: os.environ[name] for name in os.environ if "PYTEST" not in name}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(folder)])
+    if alone:
+        environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     command = [sys.executable, "-m", "pytest", "-p", "moe.pytest_plugin", "-p", "no:cacheprovider"]
     return subprocess.run(
         [*command, "--strict-markers", *words],
         cwd=folder,
-        env=environment | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        env=environment,
         capture_output=True,
         text=True,
         timeout=240,
@@ -134,8 +138,7 @@ WRONG = {
 
 @pytest.mark.parametrize("given", WRONG)
 def test_what_the_mark_may_not_be(given):
-    options = dict(one for one in given[1:])
-    mark = pytest.mark.ranks(*given[:1], **options).mark
+    mark = SimpleNamespace(args=given[:1], kwargs=dict(given[1:]))
     item = SimpleNamespace(get_closest_marker=lambda name: mark)
     assert WRONG[given] in _misuse(item)
 
@@ -160,6 +163,20 @@ def test_an_unused_plugin_imports_nothing(tmp_path):
     assert done.returncode == 0, done.stdout
     done = run(tmp_path, "--collect-only", "-q", "--durations=0")
     assert done.returncode == 0 and "2 tests collected" in done.stdout
+
+
+def test_an_installed_plugin_that_is_also_named_is_loaded_once(tmp_path):
+    """pytest would refuse a module that it gets under two names."""
+    entries = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    about = tmp_path / "wideep-1.dist-info"
+    about.mkdir()
+    write(about, "Metadata-Version: 2.1\nName: wideep\nVersion: 1\n", "METADATA")
+    ((name, module),) = entries["pytest11"].items()
+    write(about, f"[pytest11]\n{name} = {module}\n", "entry_points.txt")
+    text = "def test_it(pytestconfig): assert pytestconfig.getini('ranks_timeout') == '60'\n"
+    write(tmp_path, text)
+    done = run(tmp_path, alone=False)
+    assert done.returncode == 0 and "wideep-1" in done.stdout, done.stdout + done.stderr
 
 
 def test_stops_at_the_first_failure_and_leaves_nobody(tmp_path):
