@@ -65,7 +65,8 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
     "moe.version": (),
     # The plugin is read by every pytest of the environment, so nothing heavy is named in it.
     "moe.pytest_plugin": ("moe.api", "moe.ranked", "comm.report.reading"),
-    "moe.ranked": ("comm.ranks", "comm.rank_server", "comm.spawn", "comm.world"),
+    "moe.ranked": ("moe.rank_report", "comm.ranks", "comm.rank_server", "comm.world"),
+    "moe.rank_report": ("comm.spawn",),
     "moe.testing": ("comm.counting", "comm.report.units", "comm.topology"),
     "moe.philox": (),
     "moe.model": (),
