@@ -52,9 +52,12 @@ def assert_traffic(
         pair must agree; or another measurement, of which the same choice is taken
     where: what of the traffic, tier="network", op=... or phase=..., as `measured.matrix` takes it.
         Of a matrix that is given, too, only the pairs of the tier count
-    Raises AssertionError with both numbers and the pairs that differ most.
+    Raises AssertionError with both numbers and the pairs that differ most, ValueError for the
+    traffic of one rank alone.
     """
     __tracebackhide__ = True
+    if getattr(measured, "rank", None) is not None:
+        raise ValueError("this is the traffic of one rank only: hold traffic.gather() to it")
     counted = np.asarray(measured.matrix(**where))
     if hasattr(expected, "matrix"):
         expected = expected.matrix(**where)

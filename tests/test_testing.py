@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from test_pytest_plugin import run, write
 
+from comm.counting import Traffic
 from comm.topology import Topology
 from moe.testing import assert_traffic, expected_rows
 
@@ -88,6 +89,12 @@ def test_pairs_that_cancel_are_both_named():
 def test_what_is_expected_must_fit():
     with pytest.raises(ValueError, match=r"shape \(2, 2\), the traffic is of \(3, 3\)"):
         assert_traffic(COUNTED, expected=[[0, 1], [1, 0]])
+
+
+def test_the_traffic_of_one_rank_is_not_all():
+    with pytest.raises(ValueError, match="one rank only: hold traffic.gather"):
+        assert_traffic(Traffic(2, rank=1), expected=0)
+    assert_traffic(Traffic(2, rank=None), expected=0)
 
 
 def test_rows_that_choices_make():
