@@ -6,12 +6,20 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import comm
 
 if TYPE_CHECKING:
     from moe.api import emulate as emulate
     from moe.api import load as load
     from moe.api import predict as predict
+
+# Where Jupyter's package of that name was found first, ours joins it; see comm/__init__.py.
+_ours = str(Path(__file__).resolve().parent.parent / "comm")
+if _ours not in map(str, comm.__path__):
+    comm.__path__.append(_ours)
 
 # Looked up when they are asked for: importing moe must stay light. No module of this package may
 # have one of these names, for importing it would hide the function.

@@ -34,6 +34,9 @@ examples:
   wideep emulate ranks=72 tokens=16 layers=2          a whole rack
   wideep dispatcher=two_hop mode=training layers=2    forward and backward, once to each node
   wideep predict ep_size=64 topology.ranks_per_node=8 the numbers that others print, without a run
+  wideep sweep ep_size=8,16 dispatcher=all_to_all,two_hop layers=1    four runs, one table
+  wideep compare a=results/one b=results/two          what differs, and which setting
+  wideep export result=results/one to=nccl_tests      to replay it on a cluster
   wideep model=hf model.path=config.json              another model
   wideep bench bench.tokens=[256] bench.widths=[1024] one case of the benchmark
 """
@@ -103,7 +106,7 @@ def _keys_section() -> str:
         choices = options(name) if key.group else key.choices
         default = defaults[name] if key.group else key.default
         lines.extend(_entry(name, shown(default), key.text, choices))
-    for name in ("model", "scale"):
+    for name in ("model", "scale", "hardware"):
         parts = [part.name.partition(".")[2] for part in _parts_of(name)]
         parts = [part for part in parts if part not in LABELS]
         lines.extend(_entry(f"{name}.FIELD", None, f"one value of it: {', '.join(parts)}", ()))

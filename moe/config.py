@@ -26,6 +26,7 @@ from moe.combinations import useless_key
 from moe.conf_files import conf_dir, options
 from moe.hf_config import read_hf_config
 from moe.settings import (
+    DEFAULTS,
     JOBS_OF,
     MAX_RANKS,
     UNUSED,
@@ -53,7 +54,8 @@ def compose(overrides: Sequence[str], world_size: int | None = None) -> Config:
     parsed = [_parse(word) for word in overrides]
     typed = {override.key_or_group: override for override in parsed}
     try:
-        composed = _compose([typed[name].input_line or "" for name in typed])  # the last of each
+        words = [typed[name].input_line or "" for name in typed]  # the last of each
+        composed = _compose([*_defaults(typed), *words])
         _fill_model(composed.model, typed)
         plain = OmegaConf.to_container(composed, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
@@ -85,6 +87,14 @@ def variants(word: str) -> list[str]:
     if not override.is_discrete_sweep():
         raise ConfigError(f"{word}: a sweep names its values; write {name}=v1,v2")
     return [f"{name}={value}" for value in dict.fromkeys(override.sweep_string_iterator())]
+
+
+def _defaults(typed: Mapping[str, Override]) -> list[str]:
+    """Options of the job's own, of groups that nobody chose."""
+    job = str(typed["job"].value()) if "job" in typed else keys()["job"].default
+    return [
+        f"{name}={option}" for name, option in DEFAULTS.get(job, {}).items() if name not in typed
+    ]
 
 
 def _parse(word: str) -> Override:
@@ -220,11 +230,8 @@ def _with_world(config: Config, world_size: int | None) -> Config:
     """Say how many ranks there are: those already started, the given number, or the default."""
     if world_size is not None and config.ranks not in (None, world_size):
         raise ConfigError(f"ranks={config.ranks}: {world_size} ranks were started; leave it out")
-    if config.job == "predict" and config.ep_size is not None and config.ep_size > 0:
-        if config.ranks not in (None, config.ep_size):  # nobody is started, they are imagined
-            raise ConfigError(
-                f"ranks={config.ranks}: ep_size={config.ep_size} says it; leave it out"
-            )
+    alone = config.job == "predict" and config.ranks is None and world_size is None
+    if alone and config.ep_size is not None and config.ep_size > 0:  # nobody is started
         if config.ep_size > MAX_RANKS:
             raise ConfigError(
                 f"ep_size={config.ep_size}: must be <= {MAX_RANKS}; nearest: {MAX_RANKS}"
@@ -250,6 +257,7 @@ def _type_in_words(key: Key) -> str:
     nullable = type(None) in get_args(key.type)
     for hint, words in (
         (tuple[int, ...], "a list of integers"),
+        (tuple[float, ...], "a list of numbers"),
         (tuple[str, ...], "a list of words"),
         (bool, "true or false"),
         (int, "an integer"),

@@ -15,6 +15,7 @@ from comm.analytic.run import RunShape
 from comm.placement import ExpertPlacement
 from moe.plan import Plan
 
+ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # of one value of the computation
 LAWFUL = ("contiguous", "round_robin")
 
 
@@ -49,7 +50,7 @@ def run_shape(plan: Plan, placements: Sequence[ExpertPlacement]) -> RunShape:
         capacity_factor=config.dispatcher.capacity_factor,
         expert_values=values,
         expert_unit=3 * shape.payload_width,
-        expert_bytes=values * plan.dtype.itemsize,
+        expert_bytes=values * ITEM_BYTES[config.dtype],
         shared_values=_shared_values(plan),
         rebalances=plan.rebalances,
         moves=_moves(plan, slots),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Any, get_type_hints
 
+from moe.hardware import HardwareConfig
 from moe.model import ModelShape, ScaleConfig
 from moe.routing.options import RouterOptions
 
@@ -26,7 +27,7 @@ MAX_RANKS = 4096  # processes on one machine: far beyond what any of today's can
 JOBS = {
     "emulate": "run the layers on real ranks, count every byte, compare it with the predictions",
     "bench": "time dispatch and combine against the raw all-to-all of the same bytes",
-    "predict": "what uniform routing lets one expect, in every convention of the field; no ranks",
+    "predict": "the traffic and the least time of a run at any size, expected; no ranks",
     "doctor": "what this machine lacks for the run that the other words describe; no ranks",
     "sweep": "emulate, or job=predict, for every combination of KEY=v1,v2: one table, one page",
     "compare": "two results side by side: what differs, and which setting differs",
@@ -39,17 +40,16 @@ UNUSED = {  # job -> the keys, or the first parts of keys, that mean nothing to 
         "fault",
         *("scale", "router", "placement", "dispatcher", "wire", "topology", "tokens", "steps"),
         *("warmup", "layers", "dtype", "reference", "record_routing", "traffic_csv", "chunks"),
-        *("kernel", "mode", "ep_size", "expert_tp", "expert_tp_mode"),
+        *("kernel", "mode", "ep_size", "expert_tp", "expert_tp_mode", "hardware"),
     ),
-    "doctor": ("bench",),
+    "doctor": ("bench", "hardware"),
     "predict": (
-        "fault",
-        *("bench", "scale", "router", "placement", "steps", "warmup", "layers", "seed", "dtype"),
-        *("device", "backend", "reference", "record_routing", "traffic_csv", "timeout_s"),
-        *("kernel", "output_dir", "chunks", "mode", "expert_tp", "expert_tp_mode", "dispatcher"),
-        *("wire.combine", "wire.backward", "topology.node_of_rank"),
+        *("fault", "bench", "warmup", "dtype", "device", "backend", "reference", "kernel"),
+        *("record_routing", "traffic_csv", "timeout_s", "output_dir"),
     ),
 }
+# job -> options that it starts from instead of those of conf/config.yaml
+DEFAULTS: dict[str, dict[str, str]] = {"predict": {"scale": "full"}}
 # job -> all keys that it uses, for jobs that use few
 USED: dict[str, tuple[str, ...]] = {
     "sweep": ("output_dir", "sweep"),  # its other words are those of the runs
@@ -218,6 +218,9 @@ class Config:
     router: RouterConfig = group("who chooses the experts")
     placement: PlacementConfig = group("which rank owns which expert")
     dispatcher: DispatcherConfig = group("how rows reach their experts and come back")
+    hardware: HardwareConfig = group(
+        "the machine that figures are carried to; custom: every value by hand"
+    )
     wire: WireConfig = field(default_factory=WireConfig)
     topology: TopologyConfig = field(default_factory=TopologyConfig)
     ranks: int | None = key(

@@ -117,17 +117,9 @@ def _with_ranks(job: str, words: Sequence[str]) -> list[str]:
 
 
 def _shared(total: int, config: Config) -> str:
-    """`tokens=` for a total that the ranks share, the first of them taking what is left over.
-
-    Raises ConfigError where a job wants the same number on each rank and the total does not divide.
-    """
+    """`tokens=` for a total that the ranks share, the first of them taking what is left over."""
     ranks = config.world_size
     each, more = divmod(total, ranks)
     if not more:
         return f"tokens={each}"
-    if config.job == "predict":
-        raise ConfigError(
-            f"sweep.total_tokens={total}: job=predict wants the same number on each of {ranks}"
-            f" ranks; nearest: {each * ranks} or {(each + 1) * ranks}"
-        )
     return f"tokens={shown([each + 1] * more + [each] * (ranks - more))}"

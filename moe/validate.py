@@ -43,9 +43,10 @@ def validate(config: Config, options: Callable[[str], list[str]]) -> None:
     timed = config.bench.dispatchers
     _check_choices("bench.dispatchers", "dispatcher", timed, options("dispatcher"))
     _check_model(config)
+    _check_hardware(config)
     _check_ranks(config)
     _check_tokens(config)
-    if config.job in ("emulate", "doctor") and (reason := refusal(config)):
+    if config.job in ("emulate", "doctor", "predict") and (reason := refusal(config)):
         raise ConfigError(reason)
     _check_results(config)
     _check_surroundings(config)
@@ -63,7 +64,7 @@ def _check_key(key: Key, value: Any) -> None:
     """The choices and the limits that the table of keys states."""
     if key.group or value is None:
         return
-    if isinstance(value, tuple) and not value:
+    if isinstance(value, tuple) and not value and key.default != ():
         raise ConfigError(f"{key.name}=[]: must not be empty")
     if key.choices:
         last = key.name.rsplit(".", 1)[-1].rstrip("s")
@@ -111,6 +112,14 @@ def _check_model(config: Config) -> None:
         raise ConfigError(f"{of}{error}") from error
 
 
+def _check_hardware(config: Config) -> None:
+    """Values that can be; what is unknown is refused by those who need it."""
+    try:
+        config.hardware.validate()
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
 def _check_ranks(config: Config) -> None:
     """One layout of nodes, and one that the ranks fill."""
     ranks, topology = config.world_size, config.topology
@@ -126,11 +135,6 @@ def _check_ranks(config: Config) -> None:
 
 
 def _check_tokens(config: Config) -> None:
-    if config.job == "predict" and not isinstance(config.tokens, int):
-        raise ConfigError(
-            f"tokens={shown(config.tokens)}: job=predict wants one number for all ranks;"
-            f" nearest: {max(config.tokens)}"
-        )
     if len(config.tokens_per_rank) != config.world_size:
         raise ConfigError(
             f"tokens={shown(config.tokens)}: lists {len(config.tokens_per_rank)} ranks,"

@@ -1,6 +1,8 @@
 """WideEP in Python: what it takes, returns and raises, and that it stays quiet and light."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import moe
-from moe import ConfigError, RankFailure, emulate, load
+from moe import ConfigError, RankFailure, emulate, load, predict
 from moe.config import compose
 from moe.words import text_of, words
 
@@ -76,13 +78,14 @@ def test_a_script_needs_no_guard_and_may_print_the_page(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "print('once')\nfrom moe import emulate\n"
-        "result = emulate(ranks=2, layers=1, tokens=4, kernel=False, reference=False, show=True)\n"
+        "small = {'num_experts': 12, 'top_k': 3}\n"
+        "result = emulate(ranks=2, layers=1, tokens=4, model=small, show=True)\n"
         "print(result)\n"
     )
     done = subprocess.run(
         [sys.executable, script.name],
         cwd=tmp_path,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=120,
@@ -92,6 +95,22 @@ def test_a_script_needs_no_guard_and_may_print_the_page(tmp_path):
     lines = done.stdout.splitlines()
     assert lines.count("once") == 1 and any(line.startswith("ANSWER  ") for line in lines)
     assert lines[-1].startswith("<result of kimi_k3, rank_dedup, 2 ranks: status 0, in results/")
+
+
+def test_the_examples_of_the_docs_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs" / "python.md").read_text()
+    examples = re.findall(r"```python\n(.*?)```", text, re.S)
+    assert len(examples) == 4
+    for example in examples:
+        folder = next(iter(sorted(tmp_path.glob("results/*"))), tmp_path)
+        monkeypatch.setattr("sys.argv", ["example.py", str(folder)])
+        exec(compile(example, "python.md", "exec"), {})
+    lines = capsys.readouterr().out.splitlines()
+    sent = [load(folder).bytes(phase=phase, tier="scale_out") for phase in ("dispatch", "combine")]
+    for phase, num_bytes in zip(("dispatch", "combine"), sent, strict=True):
+        assert f"{phase} {num_bytes} B between nodes" in lines
+    assert lines[-1].startswith("rank_dedup ") and lines[-1].endswith(" B a token")
 
 
 def test_importing_is_light_and_no_module_hides_a_function():
@@ -135,6 +154,19 @@ def test_values_survive_the_command_line(value):
     assert type(back) is type(list(value) if isinstance(value, tuple) else value)
 
 
+def test_a_prediction_expects_what_a_run_counts(finished):
+    result, _ = finished
+    given = {"tokens": [5, 0, 4], "scale": "laptop", "wire.dispatch": "mxfp8"}
+    expected = predict({key: value for key, value in SMALL.items() if key != "warmup"}, given)
+    entry = next(one for one in result.to_dict()["totals"]["phases"] if one["phase"] == "combine")
+    law = expected.of("remote", ("combine",))
+    assert law.mean == pytest.approx(entry["network"]["expected_bytes"])
+    assert law.std == pytest.approx(entry["network"]["expected_std"])
+    assert expected.as_dict()["ranks"] == 3
+    with pytest.raises(ConfigError, match="job=predict does not use it"):
+        predict(warmup=2)
+
+
 def test_parts_and_options_of_a_group():
     given = {"router": {"name": "skew", "max_over_mean": 2}, "tokens": np.int64(7)}
     assert words(given) == ["router=skew", "router.max_over_mean=2", "tokens=7"]
@@ -142,3 +174,30 @@ def test_parts_and_options_of_a_group():
     assert (config.router.name, config.router.max_over_mean, config.tokens) == ("skew", 2.0, 7)
     with pytest.raises(TypeError, match="a setting is a number"):
         words({"tokens": {1, 2}})
+
+
+@pytest.mark.parametrize("first", ["ours", "Jupyter's"])
+def test_jupyter_may_have_a_package_of_the_same_name(first, tmp_path):
+    """`comm` of PyPI, which ipykernel needs: both packages work, whichever is found first."""
+    (tmp_path / "comm").mkdir()
+    (tmp_path / "comm" / "__init__.py").write_text(
+        "from .base_comm import BaseComm\ncreate_comm = BaseComm\n"
+    )
+    (tmp_path / "comm" / "base_comm.py").write_text("class BaseComm: pass\n")
+    script = (
+        "import moe, comm, comm.base_comm, comm.report.units as units\n"
+        "from comm import topology\n"
+        "assert comm.create_comm is comm.base_comm.BaseComm and units.GIB == 2**30\n"
+        "assert topology.TIER_NAMES and not hasattr(comm, 'nothing')\n"
+        "print(moe.load)\n"
+    )
+    folders = [str(ROOT), str(tmp_path)] if first == "ours" else [str(tmp_path), str(ROOT)]
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path / "comm",
+        env=os.environ | {"PYTHONPATH": ":".join(folders)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0 and "function load" in done.stdout, done.stderr

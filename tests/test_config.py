@@ -92,8 +92,7 @@ def test_wire_names_are_those_of_the_wire():
         ),
         (
             "job=emulat",
-            "job=emulat: no such job; choose bench, doctor, emulate, predict"
-            " (did you mean emulate?)",
+            f"job=emulat: no such job; choose {', '.join(sorted(JOBS))} (did you mean emulate?)",
         ),
         ("hydra.verbose=true", "hydra.verbose=true: no such key; wideep --help lists them"),
         ("model.top_k.a=3", "model.top_k.a=3: no such key (did you mean model.top_k?)"),

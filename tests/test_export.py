@@ -5,12 +5,12 @@ import json
 import math
 import re
 import sys
+from pathlib import Path
 
 import jsonschema
 import numpy as np
 import pytest
 from report_samples import sample_inputs
-from test_record import SCHEMA
 
 from comm.report.events import EventLog
 from comm.report.record import build_record
@@ -19,6 +19,7 @@ from comm.report.store import CSV_HEADER, write_result
 from comm.report.trace_events import read_events, trace
 from moe.__main__ import main
 
+ROOT = Path(__file__).parent.parent
 KINDS = ("hidden", "counts")
 
 
@@ -120,16 +121,17 @@ def check_trace(data):
     named, open_until = set(), {}
     for event in data["traceEvents"]:
         assert isinstance(event["name"], str) and event["ph"] in ("X", "M")
-        assert all(type(event[key]) is int for key in ("pid", "tid"))
+        assert all(type(event[key]) is int and event[key] > 0 for key in ("pid", "tid"))
         if event["ph"] == "M":
-            assert event["name"] in ("process_name", "thread_name")
-            assert isinstance(event["args"]["name"], str)
+            kinds = {"process_name": str, "thread_name": str, "thread_sort_index": int}
+            (value,) = event["args"].values()
+            assert isinstance(value, kinds[event["name"]])
             named.add((event["name"], event["pid"], event["tid"]))
             continue
         for key in ("ts", "dur"):
             assert isinstance(event[key], float) and math.isfinite(event[key]) and event[key] >= 0
         thread = (event["pid"], event["tid"])
-        assert ("thread_name", *thread) in named and ("process_name", thread[0], 0) in named
+        assert ("thread_name", *thread) in named and ("process_name", thread[0], 1) in named
         assert event["ts"] >= open_until.get(thread, 0) - 1e-3, "spans of a thread overlap"
         open_until[thread] = event["ts"] + event["dur"]
     return [event for event in data["traceEvents"] if event["ph"] == "X"]
@@ -138,7 +140,7 @@ def check_trace(data):
 def test_the_trace_has_every_phase_of_every_rank(result):
     assert export("to=chrome_trace") == 0
     spans = check_trace(json.loads((result / "trace.json").read_text()))
-    assert [(one["pid"], one["tid"]) for one in spans[::3]] == [(0, 0), (0, 1), (1, 2), (1, 3)]
+    assert [(one["pid"], one["tid"]) for one in spans[::3]] == [(1, 1), (1, 2), (2, 3), (2, 4)]
     for one, event in zip(spans[:3], read_events(result)[0], strict=True):
         assert (one["name"], one["cat"]) == (event["phase"], "forward")
         assert one["args"]["bytes"] == event["bytes"] and one["args"]["layer"] == event["layer"]
@@ -156,7 +158,7 @@ def test_a_killed_run_has_a_trace(result, capsys):
         file.write('{"step": 0, "lay')  # the line that it was at
     assert export("to=chrome_trace") == 0
     spans = check_trace(json.loads((result / "trace.json").read_text()))
-    assert len(spans) == 12 and {one["pid"] for one in spans} == {0}
+    assert len(spans) == 12 and {one["pid"] for one in spans} == {1}
     capsys.readouterr()
     assert export("to=csv") == 2 and "must be a folder with a run.json" in capsys.readouterr().err
 
@@ -174,7 +176,7 @@ def test_spans_of_chunks_are_cut_where_they_overlap():
 
 
 def test_events_keep_their_schema(result):
-    schema = {"$ref": "#/$defs/event", "$defs": SCHEMA["$defs"]}
+    schema = json.loads((ROOT / "docs" / "event.schema.json").read_text())
     for events in read_events(result).values():
         for event in events:
             jsonschema.validate(event, schema)

@@ -101,6 +101,8 @@ def test_nodes_and_machines_have_starters_of_their_own(launch):
         assert notes == "OMP_NUM_THREADS=1 -m moe.machines ranks=4\n", name
         _, notes = launch("predict", "ep_size=4", **{name: "2"})
         assert notes == "OMP_NUM_THREADS=1 -m moe predict ep_size=4\n", name
+    _, notes = launch("sweep", "ranks=2,4", "job=predict", SLURM_JOB_ID="2")
+    assert notes == "OMP_NUM_THREADS=1 -m moe sweep ranks=2,4 job=predict\n"
 
 
 def test_a_copy_that_slurm_made_finds_its_folder(launch, checkout, tmp_path):

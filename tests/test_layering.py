@@ -70,6 +70,7 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
     "moe.testing": ("comm.counting", "comm.report.units", "comm.topology"),
     "moe.philox": (),
     "moe.model": (),
+    "moe.hardware": (),
     "moe.hf_config": ("moe.model",),
     "moe.synthetic": ("moe.philox", "moe.routing.draws"),
     "moe.experts": ("torch", "moe.model", "moe.philox"),
@@ -87,7 +88,7 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
         *("moe.routing", "moe.model", "moe.philox", "moe.synthetic", "moe.traces"),
         "comm.analytic.law",
     ),
-    "moe.settings": ("moe.model", "moe.routing.options"),
+    "moe.settings": ("moe.hardware", "moe.model", "moe.routing.options"),
     "moe.netns": (),
     "moe.nodes": ("moe.netns", "moe.settings"),  # nor torch: it only starts those who need it
     "moe.machines": ("moe.settings",),
@@ -105,8 +106,26 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
         *("torch", "moe.diagnosis", "moe.fitness", "moe.probes", "moe.settings", "moe.version"),
         *("comm.memory", "comm.report"),
     ),
-    "moe.jobs.predict": (*("moe.settings", "moe.version", "comm.analytic", "comm.report"),),
+    "moe.words": (),
+    "moe.sweep": ("moe.config", "moe.fitness", "moe.settings"),
+    "moe.jobs.sweep": (
+        *("moe.sweep", "moe.settings", "moe.version", "moe.jobs.emulate", "moe.prediction"),
+        *("comm.report", "comm.spawn"),
+    ),
+    "moe.jobs.compare": ("moe.settings", "comm.report"),
+    "moe.jobs.export": ("moe.settings", "comm.report"),
+    # Nothing that runs ranks, and no torch.
+    "moe.prediction": (
+        *("moe.settings", "moe.hardware", "moe.plan", "moe.facts", "moe.predict_figures"),
+        *("comm.analytic", "comm.balance", "comm.placement", "comm.topology"),
+    ),
+    "moe.predict_figures": ("moe.prediction", "moe.predict_crossovers", "comm.analytic"),
+    "moe.predict_crossovers": ("moe.prediction", "comm.analytic"),
+    "moe.jobs.predict": (
+        *("moe.settings", "moe.version", "moe.prediction", "comm.analytic", "comm.report"),
+    ),
 }
+ENTRIES = {"moe.__main__", "moe.api"}  # who may start a job
 HYDRA_ALLOWED = {"moe.config", "moe.conf_files", "moe.__main__"}
 
 
@@ -148,7 +167,7 @@ def test_imports_only_what_its_layer_may(name):
         assert rule is not None or name == "comm", f"{name} has no rule in this test"
     if name not in HYDRA_ALLOWED:
         assert not any(matches(one, "hydra") or matches(one, "omegaconf") for one in names)
-    if not name.startswith("moe.jobs") and name != "moe.__main__":
+    if not name.startswith("moe.jobs") and name not in ENTRIES:
         assert not any(matches(one, "moe.jobs") for one in names)
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import re
 import sys
 from html.parser import HTMLParser
@@ -190,7 +191,7 @@ BAD = ({"network_bytes": 2e6, "verdicts": {"exact": "OUTSIDE"}}, 3)
 
 def test_an_interrupted_sweep_keeps_what_is_done(monkeypatch, capsys):
     status, record = run_fakes(monkeypatch, [GOOD, KeyboardInterrupt()], "seed=1,2,3")
-    assert status == 130
+    assert status == record["status"] == 130
     assert [run["state"] for run in record["runs"]] == ["done", "not reached", "not reached"]
     assert record["outcome"] == "1 of 3 done"
     assert "not reached: the sweep ended before" in capsys.readouterr().out
@@ -211,7 +212,7 @@ def test_without_matplotlib_there_is_a_table_and_the_way_to_a_page(monkeypatch, 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     status, record = run_fakes(monkeypatch, [GOOD, GOOD], "seed=1,2")
     assert status == 0 and not record["page"]
-    assert 'pip install "wideep[report]"' in " ".join(capsys.readouterr().out.split())
+    assert 'pip install "wideep[plots]"' in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_table_is_as_narrow_as_the_page():
@@ -237,6 +238,18 @@ def test_a_table_is_as_narrow_as_the_page():
         "8": [2.0],
     }
     assert sweep_csv(record).count("\n") == 3
+
+
+def test_names_stand_side_by_side_where_there_are_no_numbers(monkeypatch):
+    pytest.importorskip("matplotlib")
+    figures = run_figures(sample("default"))
+    ends = [(figures | {"network_bytes": 1e6 * n}, 0) for n in (1, 2)]
+    status, record = run_fakes(monkeypatch, ends, "dispatcher=two_hop,padded")
+    assert status == 0 and axis_of(record) == "dispatcher" and record["page"]
+    assert [x for x, _ in series(record)["all"]] == [0.0, 1.0]
+    with open("out/sweep.html") as file:
+        text = Page(file.read()).text
+    assert "two_hop" in text and "padded" in text
 
 
 @pytest.mark.parametrize("name", SAMPLES)
@@ -270,6 +283,25 @@ def test_the_expectation_at_full_width_is_the_closed_form():
     assert wire["dispatch"] == wire["combine"] == "bf16"
     expected = 92 * rows * (2 * width + 16 * 8 + 2 * width)
     assert run_figures(record)["expected_bytes"] == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_sweep_of_predictions(capsys):
+    """The closed form of one token in 92 layers, at 8 and at 64 ranks; a router without a law."""
+    words = ["ep_size=8,64", "router=uniform,learned", "sweep.total_tokens=512", "output_dir=out"]
+    assert main(["sweep", "job=predict", *words]) == 0
+    with open("out/sweep.json") as file:
+        runs = {tuple(run["values"].values()): run for run in json.load(file)["runs"]}
+    for ranks in (8, 64):
+        missed = comb(896 - 896 // ranks, 16) / comb(896, 16)
+        expected = 92 * (ranks - 1) * (1 - missed) * (2 * 2 * 3584 + 16 * 8)
+        figures = runs[str(ranks), "uniform"]["figures"]
+        assert figures["network_bytes"] == pytest.approx(expected, rel=1e-9)
+        assert figures["rows_per_token"] == pytest.approx((ranks - 1) * (1 - missed))
+        left = runs[str(ranks), "learned"]
+        assert left["state"] == "refused" and "no law" in left["reason"]
+    page = capsys.readouterr().out
+    assert "no run was made" in page and "least time" in page and "verdict" not in page
+    assert sorted(os.listdir("out")) == ["sweep.csv", "sweep.html", "sweep.json"]
 
 
 def test_the_configuration_of_a_sweep_has_few_keys():

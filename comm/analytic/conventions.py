@@ -2,8 +2,8 @@
 
 The same exchange may be credited with each choice or with each rank or node reached, with the rows
 that stay at home or without. A figure means nothing until its numerator is named; this table names
-them. It is counted from a run's own choices, or expected under uniform routing; both go through the
-same sums, since the expectation of a sum is the sum of the expectations.
+them. It is counted from a run's own choices, or expected under uniform routing: then the numerators
+are what the strategies send (`strategies`).
 
 Legend: R ranks, N nodes, E experts, K top_k. Everything is seen inside the source's own lane.
 """
@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from comm.analytic.choices import check_routing, count_layer
-from comm.analytic.fanout import miss_probability
-from comm.analytic.paths import Number, Paths
+from comm.analytic.paths import Paths
 from comm.analytic.rows import payload_bytes
 from comm.analytic.run import IntArray, RunShape
+from comm.analytic.strategies import Machine
 
 # name -> who prints it
 PRINTED_BY = {
@@ -99,42 +99,34 @@ def expected_conventions(
     Nodes are blocks of `ranks_per_node`, the last one may be smaller. Where E / R leaves a
     remainder, the first ranks hold one expert more and the figures are means over the sources.
     """
-    if ranks_per_node < 1 or ep_size < 1:
-        raise ValueError(
-            f"ep_size={ep_size} and ranks_per_node={ranks_per_node} must be at least 1"
-        )
-    node = np.arange(ep_size) // ranks_per_node
-    paths = Paths.from_lanes(node.tolist(), [list(range(ep_size))])
-    held = num_experts // ep_size + (np.arange(ep_size) < num_experts % ep_size)
-    held_by_node = np.bincount(node, weights=held).astype(np.int64)
-
-    def hit(sizes: NDArray[np.integer]) -> NDArray[np.float64]:
-        """Probability that a token needs at least one of so many experts."""
-        of_size = {
-            n: 1 - float(miss_probability(num_experts, top_k, n)) for n in set(sizes.tolist())
-        }
-        return np.array([of_size[n] for n in sizes.tolist()])
-
-    rows = _rows(  # of a single token on every rank
-        paths,
-        np.tile(top_k * held / num_experts, (ep_size, 1)),
-        np.tile(hit(held), (ep_size, 1)),
-        np.tile(hit(held_by_node), (ep_size, 1)),
-        np.ones(ep_size),
-        top_k,
-    )
-    return _table(rows, ep_size, tokens, row_bytes)
+    machine = Machine(ep_size, ranks_per_node, num_experts, top_k)
+    of, hits = machine.rows, machine.hits
+    rows = {
+        "copies, self included": float(top_k),
+        "min(ranks, top_k)": float(min(ep_size, top_k)),
+        "copies, remote": of["all_to_all"].remote,
+        "distinct ranks, self included": float(hits.mean.sum()),
+        "distinct ranks, remote": of["rank_dedup"].remote,
+        "two hops, inside the node": of["two_hop"].scale_up,
+        "copies, between nodes": of["all_to_all"].scale_out,
+        "distinct ranks, between nodes": of["rank_dedup"].scale_out,
+        "distinct nodes, own node included": float(hits.node_mean.sum()),
+        "distinct nodes, remote": of["two_hop"].scale_out,
+        "all-gather, remote": of["allgather"].remote,
+        "all-gather, between nodes": of["allgather"].scale_out,
+    }
+    return _table(rows, 1, tokens, row_bytes)
 
 
 def _rows(
     paths: Paths,
-    copies: NDArray[Number],
-    pairs: NDArray[Number],
-    node_hits: NDArray[Number],
-    active: NDArray[Number],
+    copies: NDArray[np.int64],
+    pairs: NDArray[np.int64],
+    node_hits: NDArray[np.int64],
+    active: NDArray[np.int64],
     top_k: int,
 ) -> dict[str, float]:
-    """Rows of each convention, from the fields of `Counts` or from their expectations."""
+    """Rows of each convention, from the fields of `Counts`."""
     remote = paths.same_lane & ~np.eye(paths.world_size, dtype=bool)
     outside = paths.same_lane & ~paths.same_node
     inside = remote & paths.same_node

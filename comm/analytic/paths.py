@@ -54,13 +54,15 @@ class Paths:
         position[rank_at] = np.arange(rank_at.shape[1])
         proxy = np.full((len(node), int(node.max()) + 1), -1, np.int64)
         for ranks in np.sort(rank_at, axis=1):
-            nodes, node_index = np.unique(node[ranks], return_inverse=True)
-            members = [ranks[node_index.ravel() == i] for i in range(len(nodes))]
+            nodes, node_index, sizes = np.unique(
+                node[ranks], return_inverse=True, return_counts=True
+            )
+            by_node = np.argsort(node_index.ravel(), kind="stable")
+            first = np.cumsum(sizes) - sizes
             local = np.empty(len(ranks), np.int64)  # place among the lane's ranks of its node
-            for i, mates in enumerate(members):
-                local[node_index.ravel() == i] = np.arange(len(mates))
-            for one, mates in zip(nodes, members, strict=True):
-                proxy[ranks, one] = mates[local % len(mates)]
+            local[by_node] = np.arange(len(ranks)) - np.repeat(first, sizes)
+            mate = first + local[:, None] % sizes
+            proxy[ranks[:, None], nodes] = ranks[by_node][mate]
         proxy[np.arange(len(node)), node] = np.arange(len(node))
         return cls(lane, position, node, rank_at, proxy)
 

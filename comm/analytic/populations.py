@@ -19,8 +19,8 @@ from comm.analytic.choices import capacity
 from comm.analytic.law import GroupLimited, Law, Markov, Uniform, Weighted
 from comm.analytic.markov import FORGOTTEN, Chain, Sequences, bilinear
 from comm.analytic.padding import expected_dropped, kept_variance
-from comm.analytic.paths import Paths
-from comm.analytic.patterns import SCOPES, Lane, Pattern
+from comm.analytic.paths import TWO_HOPS, Paths
+from comm.analytic.patterns import SCOPES, Lane, Pattern, sources_alike
 from comm.analytic.row_laws import (
     LawSet,
     Population,
@@ -92,7 +92,7 @@ class _Sum:
 
 
 @dataclass(frozen=True)
-class _Served:
+class Served:
     """Tokens of a lane that are served alike.
 
     slot_share: [S] probability that a slot serves a pick of its expert
@@ -126,33 +126,34 @@ class Tokens:
         ]
         self._picks: dict[tuple[bytes, ...], Picks] = {}
         self._laws: dict[tuple[bytes, ...], LawSet] = {}
-        self._serving: dict[tuple[bytes, ...], list[_Served]] = {}
+        self._serving: dict[tuple[bytes, ...], list[Served]] = {}
         self._variances: dict[tuple[bytes, ...], Floats] = {}
         self._inclusion: dict[int, Floats] = {}
+        self._sources: dict[tuple[bytes, bytes], tuple[Ints, Ints]] = {}
 
     def rows(self, pattern_of: Callable[[Lane], Pattern], by_rank: bool) -> list[LayerRows]:
         """The rows of every layer; by_rank: also by destination, for patterns without hops."""
         patterns = [pattern_of(lane) for lane in self.lanes]
         found: dict[tuple[bytes, ...], LayerRows] = {}
         rows = []
-        for layer, place in enumerate(self.layers):
-            variant = self.law.variant[:, layer] if isinstance(self.law, Weighted) else np.zeros(0)
-            key = (
-                place.expert.tobytes(), place.position.tobytes(),
-                variant.tobytes(), self.active[:, layer].tobytes(),
-            )  # fmt: skip
+        for layer in range(len(self.layers)):
+            key = self.key(layer)
             if key not in found:
                 found[key] = self._layer_rows(layer, patterns, by_rank)
             rows.append(found[key])
         return rows
 
+    def key(self, layer: int) -> tuple[bytes, ...]:
+        """Equal for layers whose rows follow equal laws."""
+        place = self.layers[layer]
+        variant = self.law.variant[:, layer] if isinstance(self.law, Weighted) else np.zeros(0)
+        return (
+            place.expert.tobytes(), place.position.tobytes(),
+            variant.tobytes(), self.active[:, layer].tobytes(),
+        )  # fmt: skip
+
     def _layer_rows(self, layer: int, patterns: Sequence[Pattern], by_rank: bool) -> LayerRows:
-        ranks = len(self.lanes[0].ranks)
-        of_pick = [
-            int(p.rows[..., :ranks].max()) + int(p.rows[..., ranks:].max(initial=0))
-            for p in patterns
-        ]
-        total = _Sum(most=max(1, self.run.top_k * max(of_pick)))
+        total = _Sum(most=max(1, self.run.top_k * max(map(_rows_of_pick, patterns))))
         if isinstance(self.law, Markov) and patterns[0].kind != "every":
             return self._markov_rows(layer, patterns, total)
         size = self.run.world_size
@@ -162,14 +163,18 @@ class Tokens:
         for lane, pattern in zip(self.lanes, patterns, strict=True):
             if pattern.kind == "every":
                 tokens = self.active[:, layer, lane.ranks].sum(axis=0)
-                for scope, rows in enumerate(pattern.rows):
+                sources, tokens = self._kinds(lane, np.zeros_like(tokens), tokens)
+                for scope, rows in enumerate(pattern.of(sources)):
                     total.add(scope, every_block(rows), tokens)
                 continue
-            for served, variant, tokens in self._alike(layer, lane):
-                some = np.flatnonzero(tokens)
-                for scope, rows in enumerate(pattern.rows):
-                    laws = self._law_set(layer, lane, served, variant, pattern.kind, rows[some])
-                    total.add(scope, laws, tokens[some])
+            for served, variant, tokens in self.alike(layer, lane):
+                sizes = None
+                if self.is_plain(served):
+                    sizes = self.layers[layer].sizes(served.slot_share)
+                sources, of_kind = self._kinds(lane, sizes, tokens)
+                for scope, rows in enumerate(pattern.of(sources)):
+                    laws = self._law_set(layer, lane, served, variant, pattern.kind, rows)
+                    total.add(scope, laws, of_kind)
                 if by_rank:
                     here, spread = self._by_rank(layer, lane, served, variant, pattern.kind)
                     mean[lane.ranks] += tokens.sum() * here
@@ -182,7 +187,25 @@ class Tokens:
             (mean, covariance) if by_rank else None,
         )
 
-    def _alike(self, layer: int, lane: Lane) -> Iterator[tuple[_Served, int, Ints]]:
+    def _kinds(self, lane: Lane, sizes: Ints | None, tokens: Ints) -> tuple[Ints, Ints]:
+        """(a source of each kind [n], tokens [n] of all that are like it), none without tokens.
+
+        sizes: [G] experts of each rank where these alone decide; None: each source is its own kind
+        tokens: [G] of each source
+        """
+        kinds, of = np.arange(len(tokens)), np.arange(len(tokens))
+        if sizes is not None and self.run.expert_tp == 1:
+            key = (lane.ranks.tobytes(), sizes.tobytes())
+            if key not in self._sources:
+                hops = self.run.dispatcher in TWO_HOPS
+                self._sources[key] = sources_alike(self.paths, lane, sizes, hops)
+            kinds, of = self._sources[key]
+        of_kind = np.zeros(len(kinds), np.int64)
+        np.add.at(of_kind, of, tokens)
+        some = np.flatnonzero(of_kind)
+        return kinds[some], of_kind[some]
+
+    def alike(self, layer: int, lane: Lane) -> Iterator[tuple[Served, int, Ints]]:
         """(how they are served, variant of the router, tokens [G] of each source) of a lane."""
         for variant, steps in self._variants(layer):
             for served in self._served(layer, lane):
@@ -200,7 +223,7 @@ class Tokens:
         variant = np.asarray(self.law.variant)[:, layer]
         return [(int(v), variant == v) for v in np.unique(variant)]
 
-    def _served(self, layer: int, lane: Lane) -> list[_Served]:
+    def _served(self, layer: int, lane: Lane) -> list[Served]:
         place = self.layers[layer]
         key = (place.expert.tobytes(), place.position.tobytes(), lane.ranks.tobytes())
         if key not in self._serving:
@@ -212,13 +235,13 @@ class Tokens:
                 )
         return self._serving[key]
 
-    def _serve(self, place: Layer, lane: Lane) -> Iterator[_Served]:
+    def _serve(self, place: Layer, lane: Lane) -> Iterator[Served]:
         """The tokens of a lane by how they are served, those served alike together."""
         num_ranks = len(lane.ranks)
         differ = self.run.replica_choice == "nearest" and place.is_replicated
         ends = np.cumsum(self.run.tokens_per_rank)[lane.ranks]
         starts = ends - np.array(self.run.tokens_per_rank)[lane.ranks]
-        found: dict[tuple[bytes, bool], _Served] = {}
+        found: dict[tuple[bytes, bool], Served] = {}
         for source in range(num_ranks if differ else 1):
             shares = slot_shares(place, self.run.replica_choice, lane.node_of, source)
             sources = np.arange(num_ranks) == source if differ else np.ones(num_ranks, bool)
@@ -236,12 +259,12 @@ class Tokens:
                     sources_too = old.sources | sources
                     if per_step is not None and old.per_step is not None:
                         per_step = per_step + old.per_step
-                    found[key] = _Served(share, sources_too, per_step)
+                    found[key] = Served(share, sources_too, per_step)
                 else:
-                    found[key] = _Served(share, sources, per_step)
+                    found[key] = Served(share, sources, per_step)
         return iter(found.values())
 
-    def _picks_of(self, layer: int, lane: Lane, served: _Served, variant: int) -> Picks:
+    def picks_of(self, layer: int, lane: Lane, served: Served, variant: int) -> Picks:
         share = self.layers[layer].rank_share(served.slot_share)
         key = (share.tobytes(), lane.node_of.tobytes(), str(variant).encode())
         if key not in self._picks:
@@ -255,7 +278,7 @@ class Tokens:
         return np.ones(self.run.num_experts)
 
     def _law_set(
-        self, layer: int, lane: Lane, served: _Served, variant: int, kind: str, rows: IntArray
+        self, layer: int, lane: Lane, served: Served, variant: int, kind: str, rows: IntArray
     ) -> LawSet:
         place, run = self.layers[layer], self.run
         key = (
@@ -267,30 +290,30 @@ class Tokens:
         if isinstance(self.law, GroupLimited):
             share = place.rank_share(served.slot_share)
             laws = group_limited_rows(kind, rows, share, lane.node_of, run.top_k, self.law)
-        elif self._is_plain(served):
+        elif self.is_plain(served):
             sizes = place.sizes(served.slot_share)
             laws = uniform_rows(kind, rows, sizes, lane.node_of, run.top_k)
         else:
-            picks = self._picks_of(layer, lane, served, variant)
+            picks = self.picks_of(layer, lane, served, variant)
             laws = LawSet.from_list(skewed_rows(picks, kind, rows))
         self._laws[key] = laws
         return laws
 
     def _by_rank(
-        self, layer: int, lane: Lane, served: _Served, variant: int, kind: str
+        self, layer: int, lane: Lane, served: Served, variant: int, kind: str
     ) -> tuple[Floats, Floats]:
         """(mean [G], covariance [G, G]) of the rows of a token to each rank."""
         place = self.layers[layer]
-        if self._is_plain(served):
+        if self.is_plain(served):
             return uniform_by_rank(kind, place.sizes(served.slot_share), self.run.top_k)
-        picks = self._picks_of(layer, lane, served, variant)
+        picks = self.picks_of(layer, lane, served, variant)
         if kind == "copies":
             return picks.copies
         missed, covariance = picks.misses
         ranks = slice(0, len(lane.ranks))
         return 1 - missed[ranks], covariance[ranks, ranks]
 
-    def _is_plain(self, served: _Served) -> bool:
+    def is_plain(self, served: Served) -> bool:
         """Uniform routing, and one rank for each expert: what `fanout` knows exactly."""
         one_slot = bool(np.isin(served.slot_share, (0, 1)).all())
         return one_slot and isinstance(self.law, Uniform | Markov)
@@ -309,7 +332,7 @@ class Tokens:
         except ValueError as refusal:
             raise Unlawful(str(refusal)) from refusal
         for lane, pattern in zip(self.lanes, patterns, strict=True):
-            for served, _, tokens in self._alike(layer, lane):
+            for served, _, tokens in self.alike(layer, lane):
                 for scope, rows in enumerate(pattern.rows):
                     laws = self._law_set(layer, lane, served, 0, pattern.kind, rows)
                     total.add(scope, laws, tokens)
@@ -357,12 +380,17 @@ class Tokens:
         if isinstance(self.law, Markov):
             raise Unlawful("how many of correlated choices find a row is not known")
         patterns = [pattern_of(lane) for lane in self.lanes]
-        return [self._kept_rows(layer, patterns) for layer in range(self.run.num_layers)]
+        found: dict[tuple[bytes, ...], LayerRows] = {}
+        for layer in range(self.run.num_layers):
+            if self.key(layer) not in found:
+                found[self.key(layer)] = self._kept_rows(layer, patterns)
+        return [found[self.key(layer)] for layer in range(self.run.num_layers)]
 
     def _kept_rows(self, layer: int, patterns: Sequence[Pattern]) -> LayerRows:
         run, place, room = self.run, self.layers[layer], capacity(self.run)
         mean, variance = np.zeros(len(SCOPES)), np.zeros(len(SCOPES))
         tokens = np.array(run.tokens_per_rank, np.int64)
+        found: dict[tuple[bytes, bytes, int], tuple[Floats, Floats]] = {}
         for lane, pattern in zip(self.lanes, patterns, strict=True):
             rows = pattern.rows[:, :, place.position]  # [scope, G, S]
             for step in range(run.num_steps):
@@ -371,7 +399,10 @@ class Tokens:
                     active = self.active[step, layer] * here / np.maximum(1, tokens)
                     for g, rank in enumerate(lane.ranks.tolist()):
                         wanting = np.rint(share_of_tokens[g] * active[rank]).astype(np.int64)
-                        kept, spread = _kept(wanting, chance[g], int(room[chunk, rank]))
+                        rows_of = (wanting.tobytes(), chance[g].tobytes(), int(room[chunk, rank]))
+                        if rows_of not in found:
+                            found[rows_of] = _kept(wanting, chance[g], rows_of[2])
+                        kept, spread = found[rows_of]
                         mean += rows[:, g] @ kept
                         variance += rows[:, g].astype(np.float64) ** 2 @ spread
         nothing: tuple[Population | None, ...] = (None,) * len(SCOPES)
@@ -395,6 +426,13 @@ class Tokens:
             share_of_tokens += share[:, None] * picked
             chance = np.maximum(chance, served.sources[:, None] * of_expert * served.slot_share)
         return chance, share_of_tokens
+
+
+def _rows_of_pick(pattern: Pattern) -> int:
+    """The most rows that one pick brings, in any scope."""
+    some = pattern.of(np.arange(min(1, pattern.num_ranks)))
+    ranks = pattern.num_ranks
+    return int(some[..., :ranks].max()) + int(some[..., ranks:].max(initial=0))
 
 
 def _kept(wanting: Ints, chance: Floats, room: int) -> tuple[Floats, Floats]:

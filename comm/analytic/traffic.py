@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from comm.analytic.choices import capacity
 from comm.analytic.law import Law, NoLaw
-from comm.analytic.paths import TWO_HOPS, Paths, shard_mates, slots_on_rank
+from comm.analytic.paths import TWO_HOPS, Paths, slots_on_rank
 from comm.analytic.patterns import SCOPES, Lane, Pattern, dispatched, gathered, sums_by_receiver
 from comm.analytic.populations import Destinations, LayerRows, Tokens
 from comm.analytic.row_laws import Population, RowLaw
@@ -246,15 +246,17 @@ def _fixed_bytes(run: RunShape, paths: Paths) -> NDArray[np.int64]:
     shape = (run.num_layers, len(run.directions), len(present), len(KINDS), len(SCOPES))
     fixed = np.zeros(shape, np.int64)
     counts, padding = KINDS.index("counts"), KINDS.index("padding")
-    pairs = _announced(run, paths)
     # Who sends to a rank is the same in all layers; what it owns is not.
-    senders = {phase: sums_by_receiver(paths, pairs[phase]) for phase in present if phase in pairs}
+    announced = _announced(run, paths)
+    senders = {phase: announced[phase] for phase in present if phase in announced}
     payload = _bytes_per_row(run, PHASES)[..., [KINDS.index(kind) for kind in PAYLOAD_KINDS]]
     row = payload.sum(axis=-1)  # [D, P]
     rooms = []
     if run.dispatcher == "padded":
-        room = run.num_steps * capacity(run).sum(axis=0)[:, None]
-        rooms = [sums_by_receiver(paths, room * (pairs[phase] > 0)) for phase in PHASES]
+        room = run.num_steps * capacity(run).sum(axis=0)
+        group = np.arange(run.world_size) // run.group_size
+        asked = group if run.shifts > 1 else paths.lane
+        rooms = [sums_by_receiver(paths, part, room) for part in (asked, paths.lane)]
     for layer in range(run.num_layers):
         slots = slots_on_rank(run, paths, layer)
         values, of_rank = np.unique(slots, return_inverse=True)
@@ -270,14 +272,15 @@ def _fixed_bytes(run: RunShape, paths: Paths) -> NDArray[np.int64]:
     return fixed
 
 
-def _announced(run: RunShape, paths: Paths) -> dict[str, NDArray[np.int8]]:
-    """[src, dst] counts messages of a pair in each phase, told by the rank that computes: dst."""
-    rank = np.arange(run.world_size)
-    own_lane = paths.same_lane.astype(np.int8)
-    group = rank // run.group_size
+def _announced(run: RunShape, paths: Paths) -> dict[str, NDArray[np.int64]]:
+    """[scope, dst] counts messages that reach a rank in each phase, the one that computes."""
+    rank, one = np.arange(run.world_size), np.ones(run.world_size, np.int64)
+    own_lane = sums_by_receiver(paths, paths.lane, one)
     # n dispatches reach every rank of the group, one dispatch those of the lane.
-    asked = (group[:, None] == group).astype(np.int8) if run.shifts > 1 else own_lane
-    if run.dispatcher in TWO_HOPS:
-        asked = asked + own_lane * paths.same_node
-    mates = shard_mates(run).astype(np.int8) + np.eye(run.world_size, dtype=np.int8)
+    group = sums_by_receiver(paths, rank // run.group_size, one)
+    asked = group if run.shifts > 1 else own_lane
+    if run.dispatcher in TWO_HOPS:  # a second time inside the node
+        own_node = np.unique(paths.lane * paths.num_nodes + paths.node, return_inverse=True)[1]
+        asked = asked + sums_by_receiver(paths, own_node.ravel(), one)
+    mates = sums_by_receiver(paths, rank // run.expert_tp, one)
     return {"dispatch": asked, "combine": own_lane, "tp_gather": mates}

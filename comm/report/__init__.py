@@ -14,4 +14,12 @@ answer       what ran, the verdicts, where the files are
 figures      notes on the table, headline, full size, time
 console      the page of all these, from the run.json dictionary alone
 progress     a bar on rank 0's terminal
+
+reading         a finished result as an object: sums, matrices, verdicts
+replay          matrices for alltoallv_perf of nccl-tests
+trace_events    phases by rank over time, for Perfetto
+cells           the non-zero cells in CSV and Parquet
+compare         two records held against each other (pure); compare_page: as text
+sweep_figures   what a sweep compares of a run (pure)
+sweep_page      a sweep as text and as CSV; sweep_html: as a page; curves: its figure
 """

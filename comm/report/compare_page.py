@@ -14,7 +14,7 @@ from typing import Any
 from comm.report import compare
 from comm.report.answer import labelled_facts
 from comm.report.compare import Pair
-from comm.report.layout import Line, line, table, title, wrap
+from comm.report.layout import Line, table, title, wrap
 from comm.report.table_rows import TIER_WORDS, phase_label
 from comm.report.units import format_bytes, format_count
 
@@ -117,7 +117,7 @@ def _verdicts(a: Record, b: Record, width: int) -> list[Line]:
     pairs = compare.verdicts(a, b)
     rows = [(pair.name[0], *map(_state, (pair.a, pair.b))) for pair in pairs]
     lines = title("VERDICTS", "of each run against its own predictions", width)
-    return lines + table(("check", "a", "b"), rows, 3) + [line()]
+    return lines + table(("check", "a", "b"), rows, 3)
 
 
 def _state(state: str | None) -> str:

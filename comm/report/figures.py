@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from comm.report.answer import LABEL, Record, labelled_facts, there_and_back, truth
+from comm.report.carried import NOT_SCALED
 from comm.report.layout import Line, labelled, paragraph, table, title
 from comm.report.table_rows import TIER_WORDS, phase_label, shown_tiers
 from comm.report.units import format_bytes, format_seconds, format_significant
@@ -100,7 +101,34 @@ def full_scale(record: Record, width: int) -> list[Line]:
         "  bytes", "of one token, what leaves its rank; payload + metadata = network", width, LABEL
     )
     lines += labelled("  headline", legend, width, LABEL)
-    return lines + labelled("  not scaled", "; ".join(full["assumptions"]), width, LABEL)
+    lines += labelled("  not scaled", "; ".join(full["assumptions"]), width, LABEL)
+    return lines + _on_machine(record, width)
+
+
+def _on_machine(record: Record, width: int) -> list[Line]:
+    """How long these bytes take on a machine, and how far the run is from that size."""
+    carried = record.get("carried")
+    if carried is None:
+        return []
+    parts = [
+        f"{format_bytes(carried['payload_bytes'][tier])} of payload {TIER_WORDS[tier]} take "
+        + ("a time that is not known" if us is None else format_seconds(us / 1e6))
+        + ("" if rate is None else f" at {rate:g} GB/s")
+        for tier, us in carried["us"].items()
+        for rate in [carried["GBps"][tier]]
+        if carried["payload_bytes"][tier]
+    ]
+    factors, tokens = carried["factors"], carried["tokens_per_rank"]
+    text = (
+        f"{carried['machine']}, {format_significant(tokens)} tokens a rank, a forward pass of the"
+        f" mean rank: {' and '.join(parts) or 'nothing to send'}; bytes alone, no latency"
+    )
+    factor = (
+        f"values of the run x {factors['width']:g} width x {factors['layers']:g} layers x"
+        f" {factors['tokens']:g} tokens; {NOT_SCALED}"
+    )
+    lines = labelled("  machine", text, width, LABEL)
+    return lines + labelled("  factor", factor, width, LABEL)
 
 
 def _sums(figures: Mapping[str, float], parts: Sequence[str]) -> list[str]:

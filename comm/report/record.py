@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from comm.analytic.rows import PAYLOAD_KINDS
+from comm.report.carried import carried
 from comm.report.full_scale import full_scale
 from comm.report.load import balance, timing
 from comm.report.tally import EXPECTED_SCOPES, MOE_PHASES, NETWORK, Tally
@@ -65,6 +66,7 @@ def build_record(run: RunInputs) -> dict[str, Any]:
     """The run.json dictionary of one run."""
     traffic, manifest = run.traffic, run.manifest
     tally = Tally.of(traffic, run.exact, run.expected, run.tiers)
+    full = _full_scale(tally, manifest)
     return plain(
         {
             "schema": SCHEMA,
@@ -74,7 +76,8 @@ def build_record(run: RunInputs) -> dict[str, Any]:
             "verdicts": [_verdict(verdict) for verdict in run.verdicts],
             "totals": _totals(tally),
             "headline": _headline(run.headline),
-            "full_scale": _full_scale(tally, manifest),
+            "full_scale": full,
+            "carried": carried(full, manifest),
             "rounds": _rounds(tally, manifest["steps"]),
             "collectives": traffic.collectives,
             "timing": timing(traffic, run.seconds),

@@ -22,8 +22,9 @@ pre { overflow-x: auto; font-size: .8rem; }
 """
 CAPTION = (
     "What one token puts on the network in a forward pass of the full model, over {axis}."
-    " Points: {points}. Lines: what the law of the router lets one expect; shaded: two standard"
-    " deviations either way, for as many tokens as the run had. The table has the same numbers."
+    " Points: {points}. Lines: what the law of the router lets one expect; shaded, or bars: two"
+    " standard deviations either way, for as many tokens as the run had. The table has the same"
+    " numbers."
 )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from comm.report.answer import LABEL, first_line, labelled_facts
 from comm.report.layout import Line, labelled, line, paragraph, plain_text, table, title
-from comm.report.units import format_bytes, format_count, format_significant
+from comm.report.units import format_bytes, format_count, format_seconds, format_significant
 
 Record = Mapping[str, Any]
 Columns = Sequence[tuple[str, str]]
@@ -22,7 +22,7 @@ Columns = Sequence[tuple[str, str]]
 DONE, REFUSED, FAILED, UNREACHED = "done", "refused", "failed", "not reached"
 FIGURES = (  # of sweep.csv
     *("rows_per_token", "scale_up_bytes", "scale_out_bytes", "network_bytes"),
-    *("expected_bytes", "expected_std"),
+    *("expected_bytes", "expected_std", "step_us"),
 )
 # Columns that are dropped, in this order, where a table is too wide.
 OPTIONAL = ("sd", "rows/token", "expected", "inside node", "between nodes")
@@ -52,6 +52,8 @@ def _table(record: Record, done: Sequence[Record], width: int) -> list[Line]:
     unused = {name for name in rows[0] if not any(row[name].strip("-") for row in rows)}
     if not any(run["figures"].get("scale_out_bytes") for run in done):
         unused |= {"inside node", "between nodes"}  # the same as the total, and nothing
+    if record["job"] == "predict":
+        unused.add("expected")  # all of it is
     for dropped in range(len(OPTIONAL) + 1):
         names = [one for one in rows[0] if one not in unused | set(OPTIONAL[:dropped])]
         left = len(record["axes"])
@@ -77,6 +79,7 @@ def _cells(axes: Mapping[str, Any], run: Record) -> dict[str, str]:
         "network": _bytes(figures, "network_bytes"),
         "expected": _bytes(figures, "expected_bytes"),
         "sd": _bytes(figures, "expected_std"),
+        "least time": "-" if (us := figures.get("step_us")) is None else format_seconds(us / 1e6),
         "verdict": _verdict(run),
     }
 
@@ -98,8 +101,8 @@ def _verdict(run: Record) -> str:
 def _legend(record: Record) -> str:
     text = "network: what leaves its rank, metadata included; rows/token: dispatched in one layer"
     if record["job"] == "emulate":
-        text += "; expected and sd: by the law of the router, for as many tokens as the run had"
-    return text
+        return text + "; expected, sd: by the law of the router, for as many tokens as the run had"
+    return text + "; least time: of a step's communication on the machine that hardware names"
 
 
 def _left_out(record: Record, width: int) -> list[Line]:

@@ -1,8 +1,9 @@
 """Phases by rank over time in the Trace Event Format, which Perfetto and chrome://tracing read.
 
-A node is a process and a rank a thread of it. A span begins as long before its end as the rank
-spent inside the phase. With chunks that time came in pieces, while other phases ran as well: a span
-is cut where the one before it ends, for spans of a thread must nest; args.seconds has all of it.
+A node is a process and a rank a thread of it, numbered from 1: 0 is the idle process of a trace. A
+span begins as long before its end as the rank spent inside the phase. With chunks that time came
+in pieces, while other phases ran as well: a span is cut where the one before it ends, for spans of
+a thread must nest; args.seconds has all of it.
 """
 
 from __future__ import annotations
@@ -44,9 +45,10 @@ def trace(
     nodes = node_of_rank or [0] * (1 + max(events))
     spans = {rank: _spans(of_rank) for rank, of_rank in events.items()}
     first = min(begin for of_rank in spans.values() for begin, _ in of_rank)
-    entries = [_named("process_name", node, 0, f"node {node}") for node in sorted(set(nodes))]
+    entries = [_about("process_name", node, 0, name=f"node {node}") for node in sorted(set(nodes))]
     for rank, of_rank in spans.items():
-        entries.append(_named("thread_name", nodes[rank], rank, f"rank {rank}"))
+        entries.append(_about("thread_name", nodes[rank], rank, name=f"rank {rank}"))
+        entries.append(_about("thread_sort_index", nodes[rank], rank, sort_index=rank))
         entries += [
             {
                 "name": event["phase"],
@@ -54,8 +56,7 @@ def trace(
                 "ph": "X",
                 "ts": (begin - first) * 1e6,
                 "dur": (event["ended_seconds"] - begin) * 1e6,
-                "pid": nodes[rank],
-                "tid": rank,
+                **_place(nodes[rank], rank),
                 "args": {key: event[key] for key in ("step", "layer", "rows", "bytes", "seconds")},
             }
             for begin, event in of_rank
@@ -73,5 +74,9 @@ def _spans(events: Sequence[Event]) -> list[tuple[float, Event]]:
     return spans
 
 
-def _named(what: str, node: int, rank: int, name: str) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": node, "tid": rank, "args": {"name": name}}
+def _place(node: int, rank: int) -> dict[str, int]:
+    return {"pid": node + 1, "tid": rank + 1}
+
+
+def _about(what: str, node: int, rank: int, **args: Any) -> dict[str, Any]:
+    return {"name": what, "ph": "M", **_place(node, rank), "args": args}

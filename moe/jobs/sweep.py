@@ -9,6 +9,7 @@ import json
 import re
 import sys
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,13 @@ from comm.report.record import plain
 from comm.report.store import make_result_dir, write_whole
 from comm.report.sweep_page import DONE, FAILED, REFUSED, UNREACHED, sweep_csv, sweep_page
 from comm.spawn import RankFailure
-from moe.settings import RANK_FAILED, ConfigError, UnfitError
+from moe.settings import RANK_FAILED, Config, ConfigError, UnfitError
 from moe.sweep import Planned, Sweep
 from moe.version import VERSION
 
 SCHEMA = "wideep.sweep/1"
-MATPLOTLIB = 'sweep.html needs matplotlib: pip install "wideep[report]"'
+INTERRUPTED = 130
+MATPLOTLIB = 'sweep.html needs matplotlib: pip install "wideep[plots]"'
 
 
 def launch(sweep: Sweep) -> int:
@@ -46,6 +48,7 @@ def launch(sweep: Sweep) -> int:
         "result_dir": str(folder),
         "runs": entries,
     }
+    early = 0
     try:
         with progress(len(entries), "runs") as done:
             for number, (run, entry) in enumerate(zip(sweep.runs, entries, strict=True)):
@@ -53,8 +56,14 @@ def launch(sweep: Sweep) -> int:
                     _run(sweep, run, entry, folder / _name(number, entry))
                     _save(folder, _ended(record, clock))
                 done.advance()
-    finally:  # Ctrl-C and SIGTERM, too
-        finished = _with_page(folder, _ended(record, clock))
+    except KeyboardInterrupt:
+        early = INTERRUPTED
+        raise
+    except SystemExit as stop:  # SIGTERM
+        early = int(stop.code or 1)
+        raise
+    finally:  # what is done is kept
+        finished = _with_page(folder, _ended(record, clock, early))
         _save(folder, finished)
         print_lines(sweep_page(finished, WIDTH))
     return finished["status"]
@@ -96,9 +105,7 @@ def _run(sweep: Sweep, run: Planned, entry: dict[str, Any], folder: Path) -> Non
     entry["folder"] = folder.name if folder.exists() else None
 
 
-def _emulated(config: Any, folder: Path) -> tuple[dict[str, Any], int]:
-    from dataclasses import replace
-
+def _emulated(config: Config, folder: Path) -> tuple[dict[str, Any], int]:
     from comm.report.store import read_record
     from comm.report.sweep_figures import run_figures
     from moe.jobs.emulate import run
@@ -107,20 +114,41 @@ def _emulated(config: Any, folder: Path) -> tuple[dict[str, Any], int]:
     return run_figures(record), record["status"]
 
 
-def _predicted(config: Any, folder: Path) -> tuple[dict[str, Any], int]:
+def _predicted(config: Config, folder: Path) -> tuple[dict[str, Any], int]:
+    """As of a run: forward, without counts messages; expected. Raises ConfigError without a law."""
     from moe.prediction import predict
 
-    return predict(config).as_dict(), 0
+    try:
+        prediction = predict(config)
+        traffic = prediction.traffic
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    figures: dict[str, Any] = {}
+    if prediction.tokens:
+        kinds = tuple(kind for kind in traffic.kinds if kind != "counts")
+        for name, scope in (
+            ("scale_up", "scale_up"),
+            ("scale_out", "scale_out"),
+            ("network", "remote"),
+        ):
+            one = prediction.of(scope, kinds=kinds, directions=("forward",))
+            figures[f"{name}_bytes"] = one.mean / prediction.tokens
+            figures["expected_std"] = one.std / prediction.tokens  # of the network, which is last
+        figures["expected_bytes"] = figures["network_bytes"]
+        figures["rows_per_token"] = prediction.as_dict()["rows_per_token"]
+        if not prediction.unknown_tiers:
+            figures["step_us"] = prediction.step_us
+    return figures, 0
 
 
 FIGURES_OF = {"emulate": _emulated, "predict": _predicted}
 
 
-def _ended(record: dict[str, Any], clock: float) -> dict[str, Any]:
-    """The record as if the sweep ended now."""
+def _ended(record: dict[str, Any], clock: float, early: int = 0) -> dict[str, Any]:
+    """The record as if the sweep ended now; early: the status of a sweep that was stopped."""
     runs = record["runs"]
     counts = {state: sum(run["state"] == state for run in runs) for state in (DONE, FAILED)}
-    status = next((run["status"] for run in runs if run["status"]), 0)
+    status = early or next((run["status"] for run in runs if run["status"]), 0)
     parts = [f"{counts[DONE]} of {len(runs)} done"]
     if counts[FAILED]:
         parts.append(f"{counts[FAILED]} failed")
