@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from comm.analytic.traffic import Estimate
 from comm.report.units import format_bytes
 from comm.topology import TIER_NAMES
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["assert_traffic", "count_traffic", "expected_rows"]
 
 WORST = 6  # pairs of ranks that are shown
+SIGMAS = 5  # standard deviations from a law that are chance
 
 
 class Measured(Protocol):
@@ -42,14 +44,15 @@ def __getattr__(name: str) -> Any:
 def assert_traffic(
     measured: Measured,
     *,
-    expected: float | ArrayLike | Measured,
+    expected: float | ArrayLike | Measured | Estimate,
     rel: float = 0.0,
     **where: Any,
 ) -> None:
     """Hold counted bytes to what is expected: equal, or within rel x expected.
 
     expected: bytes in all; or a matrix [R, R] of bytes from each rank (row) to each, and then every
-        pair must agree; or another measurement, of which the same choice is taken
+        pair must agree; or another measurement, of which the same choice is taken; or what a law
+        says, `moe.predict(...).of(...)`, whose scatter is allowed for
     where: what of the traffic, tier="network", op=... or phase=..., as `measured.matrix` takes it.
         Of a matrix that is given, too, only the pairs of the tier count
     Raises AssertionError with both numbers and the pairs that differ most, ValueError for the
@@ -61,9 +64,13 @@ def assert_traffic(
     counted = np.asarray(measured.matrix(**where))
     if hasattr(expected, "matrix"):
         expected = expected.matrix(**where)
+    if isinstance(expected, Estimate):
+        scatter = SIGMAS * expected.std
+        _hold_total(counted, expected.mean, max(rel * expected.mean, scatter), where)
+        return
     wanted = np.asarray(expected)
     if wanted.ndim == 0:
-        _hold_total(counted, float(wanted), rel, where)
+        _hold_total(counted, float(wanted), rel * abs(float(wanted)), where)
         return
     if wanted.shape != counted.shape:
         raise ValueError(f"expected has shape {wanted.shape}, the traffic is of {counted.shape}")
@@ -98,15 +105,16 @@ def _pairs(measured: Any, tier: str) -> NDArray[np.bool_]:
     return tiers > 0 if tier == "network" else tiers == TIER_NAMES.index(tier)
 
 
-def _hold_total(counted: NDArray, wanted: float, rel: float, where: dict[str, Any]) -> None:
+def _hold_total(counted: NDArray, wanted: float, room: float, where: dict[str, Any]) -> None:
+    """room: bytes that may be missing or too much"""
     __tracebackhide__ = True
     total = int(counted.sum())
-    if abs(total - wanted) <= rel * abs(wanted):
+    if abs(total - wanted) <= room:
         return
     rows = _worst(counted, np.zeros_like(counted))
     pairs = [f"    rank {src} -> rank {dst}: {counted[src, dst]:,} B" for src, dst in rows]
     raise AssertionError(
-        "\n".join([_sums(total, wanted, rel, where), "  counted by pair:", *pairs])
+        "\n".join([_sums(total, wanted, room, where), "  counted by pair:", *pairs])
     )
 
 
@@ -115,8 +123,9 @@ def _hold_pairs(counted: NDArray, wanted: NDArray, rel: float, where: dict[str, 
     wrong = np.abs(counted - wanted) > rel * np.abs(wanted)
     if not wrong.any():
         return
-    head = _sums(int(counted.sum()), float(wanted.sum()), rel, where)
-    differing = f"  {wrong.sum():,} of {wrong.size:,} pairs differ; the most:"
+    head = _sums(int(counted.sum()), float(wanted.sum()), 0, where)
+    of_each = f", each by more than {rel:.2%}" if rel else ""
+    differing = f"  {wrong.sum():,} of {wrong.size:,} pairs differ{of_each}; the most:"
     pairs = [
         f"    rank {src} -> rank {dst}: counted {counted[src, dst]:,} B, expected"
         f" {wanted[src, dst]:,.10g} B, {_signed(counted[src, dst] - wanted[src, dst])}"
@@ -133,10 +142,10 @@ def _worst(counted: NDArray, wanted: NDArray) -> list[tuple[int, int]]:
     return [place for place in places if apart[place]]
 
 
-def _sums(total: int, wanted: float, rel: float, where: dict[str, Any]) -> str:
+def _sums(total: int, wanted: float, room: float, where: dict[str, Any]) -> str:
     what = ", ".join(f"{name}={value}" for name, value in where.items()) or "all traffic"
     share = f" ({(total - wanted) / wanted:+.2%})" if wanted else ""
-    within = f"; allowed {rel:.2%}" if rel else ""
+    within = f"; allowed {room:,.10g} B" if room else ""
     return (
         f"{what}: counted {total:,} B ({format_bytes(total)}), expected {wanted:,.10g} B"
         f" ({format_bytes(wanted)}): {_signed(total - wanted)}{share}{within}"

@@ -67,7 +67,7 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
     "moe.pytest_plugin": ("moe.api", "moe.ranked", "comm.report.reading"),
     "moe.ranked": ("moe.rank_report", "comm.ranks", "comm.rank_server", "comm.world"),
     "moe.rank_report": ("comm.spawn",),
-    "moe.testing": ("comm.counting", "comm.report.units", "comm.topology"),
+    "moe.testing": ("comm.counting", "comm.analytic.traffic", "comm.report.units", "comm.topology"),
     "moe.philox": (),
     "moe.model": (),
     "moe.hardware": (),
