@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 from comm import tcp
 from comm.reconcile import CHAIN_BYTES, GroupLog, KernelLog, calibration_sizes
-from comm.world import RankGroup, World
+from comm.world import RankGroup
 
 SETTLE_S = 5.0  # for a reading; a lost segment is sent again after 0.2 s, then 0.4 s, ...
 POLL_S = 0.0002
@@ -29,15 +30,31 @@ POLL_S = 0.0002
 Ends = dict[int, tuple[tuple[int, ...], list[tuple[str, str]]]]
 
 
+class Member(Protocol):
+    """Who reads, of how many."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+
+
 class KernelWitness:
     """One rank's reading of its connections; to make one, and each method, is a collective.
 
     groups: metered groups of this rank; of the same partitions of the world on every rank
     reason: why nothing is to be read, the same on every rank; "" to read
+    control: of all ranks, for barriers and addresses, not one of `groups`; None: the default group
     """
 
-    def __init__(self, world: World, groups: Sequence[RankGroup], reason: str = "") -> None:
-        started = time.perf_counter()
+    def __init__(
+        self,
+        world: Member,
+        groups: Sequence[RankGroup],
+        reason: str = "",
+        control: dist.ProcessGroup | None = None,
+    ) -> None:
+        started, self._control = time.perf_counter(), control
         self._rank, self._reason = world.rank, reason
         # A reading that failed on one rank: the others must not wait for it, and go on.
         self._unread = ""
@@ -68,11 +85,12 @@ class KernelWitness:
         self._seconds += time.perf_counter() - started
         return KernelLog(tuple(logs), self._unread, self._seconds)
 
-    def _find_sockets(self, world: World) -> None:
+    def _find_sockets(self, world: Member) -> None:
         """By place in each group, or the reason why not. All ranks learn all addresses, and so come
         to the same end."""
         every: list = [None] * world.world_size
-        dist.all_gather_object(every, (_no_reading(), _ends(self._groups)))
+        mine = _no_reading(), _ends(self._groups)
+        dist.all_gather_object(every, mine, group=self._control)
         self._reason = next((reason for reason, _ in every if reason), "")
         if not self._reason:
             by_rank = [ends for _, ends in every]
@@ -81,7 +99,7 @@ class KernelWitness:
 
     def _read(self) -> list[np.ndarray]:
         """Bytes that each place has acknowledged since it was connected: [group] int64 [n]."""
-        dist.barrier()
+        dist.barrier(self._control)
         try:
             acked = read_settled(fd for group in self._sockets for fds in group for fd in fds)
         except (OSError, ValueError, TimeoutError) as error:

@@ -163,7 +163,7 @@ class _Ranks:
                     deadline = grace if deadline is None else min(deadline, grace)
         failed = [report for report in self._reports.values() if report.error is not None]
         if failed:
-            raise RankFailure(min(failed, key=_guilt), sorted(failed, key=_guilt))
+            raise RankFailure(min(failed, key=guilt), sorted(failed, key=guilt))
         return [self._reports[rank].value for rank in range(len(self._processes))]
 
     def _receive(self, pipe: Connection) -> RankReport:
@@ -214,7 +214,7 @@ def describe_exit(exitcode: int | None) -> str:
     return f"ended without a word, exit status {exitcode}"
 
 
-def _guilt(report: RankReport) -> tuple[bool, bool, float]:
+def guilt(report: RankReport) -> tuple[bool, bool, float]:
     """Sorts the root cause first: not a closed connection, not what others say, the earliest."""
     return report.caused_by_others, report.kind == SILENT, report.at
 
@@ -244,7 +244,7 @@ def _rank_main(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C and stops the ranks
     die_with_parent()  # the fork server, which ends with the caller
     _die_with_caller(folder)
-    _use_loopback()
+    use_loopback()
     # Pickled by hand: a Connection would share the memory of tensors with a process that has gone.
     pipe.send_bytes(pickle.dumps(_run(function, rank, world_size, Path(folder), joining, args)))
     pipe.close()
@@ -353,7 +353,7 @@ def _end_without(*folders: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _use_loopback() -> None:
+def use_loopback() -> None:
     """All ranks are here, so a host name that does not resolve must not matter."""
     loopback = "lo" if sys.platform == "linux" else "lo0"
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)

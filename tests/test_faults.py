@@ -346,4 +346,4 @@ def test_who_is_to_blame():
         spawn.RankReport(2, 3.0, error="killed"),
         spawn.RankReport(3, 4.0, error="KeyError"),
     ]
-    assert [report.rank for report in sorted(reports, key=spawn._guilt)] == [2, 3, 1, 0]
+    assert [report.rank for report in sorted(reports, key=spawn.guilt)] == [2, 3, 1, 0]
