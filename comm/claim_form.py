@@ -1,18 +1,18 @@
 """A claim as its file writes it, checked field by field; nothing is worked out here.
 
-    id, row      the name, and where the list of claims has it
-    claim        the statement in our words
-    source       article, paper, address
-    says         the figure it gives, with a unit: 240 rounds
-    relation     how the figure that is found must stand to it: equals, at least, at most, ...
-    tolerance    how far off still counts: 0, 2 %, 0.5 TB, or an expression of the claim's names
-    inputs       named numbers with units; `unknown` where nobody has published one
-    settings     named cases, each with other values of inputs or of the model
-    formula      a name of the registry, or arithmetic with `expression` or `steps`
-    run          runs of the emulator that decide it, and the expression of what they counted
-    verdict      as recorded: holds, fails, depends, not checkable
-    turns_on     what a verdict of depends turns on
-    why          one sentence
+id, row      the name, and where the list of claims has it
+claim        the statement in our words
+source       article, paper, address
+says         the figure it gives, with a unit: 240 rounds
+relation     how the figure that is found must stand to it: equals, at least, at most, ...
+tolerance    how far off still counts: 0, 2 %, 0.5 TB, or an expression of the claim's names
+inputs       named numbers with units; `unknown` where nobody has published one
+settings     named cases, each with other values of inputs or of the model
+formula      a name of the registry, or arithmetic with `expression` or `steps`
+run          runs of the emulator that decide it, and the expression of what they counted
+verdict      as recorded: holds, fails, depends, not checkable
+turns_on     what a verdict of depends turns on
+why          one sentence
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class RunPlan:
 class Claim:
     """One claim; see the head of this file.
 
+    said, allowed: figure and tolerance as written
     steps: (name, expression), the last one is the figure; a named formula is one call
     tolerance: a share of `says` (of a text with %), a number in its unit, or an expression
     """
@@ -70,9 +71,11 @@ class Claim:
     claim: str
     source: str
     says: Quantity
+    said: str
     relation: str
     tolerance: Quantity | Expression
     relative: bool
+    allowed: str
     inputs: Mapping[str, Input]
     settings: Mapping[str, Mapping[str, Input]]
     model: str | None
@@ -125,9 +128,11 @@ def _read(entry: Mapping[str, Any]) -> Claim:
         claim=_words(entry["claim"]),
         source=_words(entry["source"]),
         says=_quantity("says", entry["says"]),
+        said=_words(entry["says"]),
         relation=_one_of("relation", entry.get("relation", "equals"), RELATIONS),
         tolerance=tolerance,
         relative=relative,
+        allowed=_words(entry.get("tolerance", 0)),
         inputs=_inputs("inputs", entry.get("inputs")),
         settings=settings,
         model=_optional_word("model", entry.get("model")),
@@ -199,6 +204,15 @@ def _settings(entries: object) -> dict[str, dict[str, Input]]:
     return {str(name): _named(f"settings.{name}", values) for name, values in entries.items()}
 
 
+def _read_expression(text: object) -> Expression:
+    """Arithmetic that calls only formulas that there are."""
+    expression = Expression.read(text)
+    for called in expression.formulas:
+        if called not in FORMULAS:
+            raise _Wrong(f"{called}: no such formula{nearest(called, (*FORMULAS, *BUILT_IN))}")
+    return expression
+
+
 def _steps(entry: Mapping[str, Any]) -> tuple[str, tuple[tuple[str, Expression], ...]]:
     """The formula's name, and its arithmetic: a named formula is a call without arguments."""
     name, expression, steps = (entry.get(field) for field in ("formula", "expression", "steps"))
@@ -214,20 +228,20 @@ def _steps(entry: Mapping[str, Any]) -> tuple[str, tuple[tuple[str, Expression],
     if (expression is None) == (steps is None):
         raise _Wrong("formula=arithmetic: needs either an expression or steps")
     if expression is not None:
-        return name, (("figure", Expression.read(expression)),)
+        return name, (("figure", _read_expression(expression)),)
     if not isinstance(steps, Mapping) or not steps:
         raise _Wrong("steps: must be names with expressions, the last one is the figure")
     for step in steps:
         if not NAME.fullmatch(str(step)):
             raise _Wrong(f"steps.{step}: cannot be a name; take letters, digits and _")
-    return name, tuple((str(step), Expression.read(text)) for step, text in steps.items())
+    return name, tuple((str(step), _read_expression(text)) for step, text in steps.items())
 
 
 def _tolerance(value: object) -> tuple[Quantity | Expression, bool]:
     try:
         tolerance = parse(value)
     except QuantityError:
-        return Expression.read(value), False
+        return _read_expression(value), False
     if tolerance.value < 0:
         raise _Wrong(f"tolerance={value}: must not be negative")
     return tolerance, tolerance.unit == "%"
@@ -245,4 +259,4 @@ def _run(entry: object) -> RunPlan | None:
         if not NAME.fullmatch(str(name)):
             raise _Wrong(f"run.commands.{name}: cannot be a name; take letters, digits and _")
     words = {str(name): tuple(str(text).split()) for name, text in commands.items()}
-    return RunPlan(words, Expression.read(entry["counted"]))
+    return RunPlan(words, _read_expression(entry["counted"]))

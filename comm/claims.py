@@ -22,6 +22,8 @@ from comm.analytic.formulas import FORMULAS, Parameter, Step
 from comm.analytic.quantity import Quantity, QuantityError, dimension_words, show
 from comm.claim_form import TABLES, Claim, ClaimError, Input
 
+__all__ = ["ClaimError", "World", "evaluate", "with_run"]
+
 ROUNDING = 1e-9  # of floating point, relative
 SUFFIXES: Mapping[str, tuple[float, int, int]] = {  # of the fields of hardware
     "_GB": (1e9, 1, 0),
@@ -68,6 +70,7 @@ class Case:
     holds: bool | None
     lines: tuple[Line, ...] = ()
     unknown: str = ""
+    margin: float = 0  # found - said
 
 
 @dataclass(frozen=True)
@@ -181,7 +184,8 @@ def _judge(
         slack, dimension = claim.tolerance.value, claim.tolerance.dimension
     if dimension != found.dimension and slack:
         raise QuantityError(f"tolerance: {dimension_words(dimension)}, and says is not")
-    return Case(setting, found, slack, compare(claim, found.value, slack), lines)
+    holds = compare(claim, found.value, slack)
+    return Case(setting, found, slack, holds, lines, margin=found.value - claim.says.value)
 
 
 def compare(claim: Claim, found: float, slack: float) -> bool:
@@ -217,7 +221,7 @@ class _Scope:
         found = expression.evaluate(self.lookup, self.call)
         inner = "; ".join(f"{one.name} = {one.how} = {show(one.quantity)}" for one in self.inner)
         numbers = expression.with_numbers(self.lookup, self.call)
-        if expression.calls and self.claim.formula == name:
+        if expression.formulas and self.claim.formula == name:
             numbers = inner
         elif inner:
             numbers += f"  [{inner}]"
@@ -260,6 +264,8 @@ class _Scope:
             raise ExpressionError(f"{chosen}: no such model or hardware{nearest(chosen, tables)}")
         value: Any = tables[chosen]
         for part in path.split("."):
+            if value is None:  # a whole part of the model that nobody has described
+                return None
             if not isinstance(value, Mapping) or part not in value:
                 known = value if isinstance(value, Mapping) else ()
                 raise ExpressionError(f"{name}: {chosen} has no such field{nearest(part, known)}")
@@ -324,8 +330,15 @@ def names_of(claims: Sequence[Claim]) -> Iterator[str]:
         yield from claim.inputs
         for _, expression in claim.steps:
             yield from (name for name in expression.names if "." in name)
-            for call in expression.calls:
-                formula = FORMULAS.get(getattr(call.func, "id", ""))
-                for parameter in formula.parameters.values() if formula else ():
-                    if parameter.field:
+            for formula in expression.formulas:
+                for parameter in FORMULAS[formula].parameters.values():
+                    if parameter.field and claim.model:
                         yield f"model.{parameter.field}"
+
+
+def value_of(claim: Claim, world: World, values: Mapping[str, Input], name: str) -> Input:
+    """The value of a name in one setting; None where it has none."""
+    try:
+        return _Scope(claim, world, values).lookup(name)
+    except (Unknown, ExpressionError, QuantityError):
+        return None

@@ -28,9 +28,10 @@ JOBS = {
     "emulate": "run the layers on real ranks, count every byte, compare it with the predictions",
     "bench": "time dispatch and combine against the raw all-to-all of the same bytes",
     "predict": "what uniform routing lets one expect, in every convention of the field; no ranks",
+    "claims": "what others say of such networks, each worked out and judged; no ranks",
     "doctor": "what this machine lacks for the run that the other words describe; no ranks",
 }
-RANKLESS = ("predict", "doctor")
+RANKLESS = ("predict", "claims", "doctor")
 UNUSED = {  # job -> the keys, or the first parts of keys, that mean nothing to it
     "emulate": ("bench",),
     "bench": (
@@ -49,9 +50,13 @@ UNUSED = {  # job -> the keys, or the first parts of keys, that mean nothing to 
     ),
 }
 # job -> all keys that it uses, for jobs that use few
-USED: dict[str, tuple[str, ...]] = {}
+USED: dict[str, tuple[str, ...]] = {"claims": ("id", "run", "claims", "model")}
 # key -> the jobs that it belongs to; what stands in no table any job may use
-JOBS_OF: dict[str, tuple[str, ...]] = {}
+JOBS_OF: dict[str, tuple[str, ...]] = {
+    "id": ("claims",),
+    "run": ("claims",),
+    "claims": ("claims",),
+}
 DTYPES = ("fp32", "bf16", "fp16")
 WIRES = ("fp32", "bf16", "fp16", "fp8_block128", "mxfp8", "mxfp4", "nvfp4")
 REPLICA_CHOICES = ("round_robin", "random", "nearest")
@@ -170,6 +175,14 @@ class FaultConfig:
     step: int = key(0, "in which measured step", minimum=0)
 
 
+@dataclass(frozen=True)
+class ClaimsConfig:
+    path: str | None = key(None, "job=claims: a folder with claims of your own, *.yaml")
+    set: tuple[str, ...] | None = key(
+        None, "job=claims: other values of inputs, e.g. [context:8192,memory:141GiB]"
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """A whole run. moe.config.compose builds it, and nothing else should."""
@@ -235,6 +248,9 @@ class Config:
     )
     bench: BenchConfig = field(default_factory=BenchConfig)
     fault: FaultConfig = field(default_factory=FaultConfig)
+    id: str | None = key(None, "job=claims: only this claim, or this row, in full")
+    run: bool = key(False, "job=claims: small runs decide the claims that a run can decide")
+    claims: ClaimsConfig = field(default_factory=ClaimsConfig)
 
     @property
     def world_size(self) -> int:

@@ -54,9 +54,10 @@ class Expression:
         return list(dict.fromkeys(_names(self.tree)))
 
     @property
-    def calls(self) -> list[ast.Call]:
-        """The calls, outer ones first."""
-        return [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
+    def formulas(self) -> list[str]:
+        """Names of the functions that are not built in."""
+        calls = (node for node in ast.walk(self.tree) if _is_foreign_call(node))
+        return list(dict.fromkeys(call.func.id for call in calls))  # type: ignore[attr-defined]
 
     def evaluate(self, lookup: Lookup, call: Call) -> Quantity:
         """lookup: the value of a name; call: the result of a function that is not built in."""
@@ -124,7 +125,7 @@ def _check(node: ast.AST, text: str) -> None:
     if isinstance(node, ast.Name | ast.Attribute):
         name = dotted(node)
         if name is None or any(part.startswith("_") for part in name.split(".")):
-            raise ExpressionError(f"{text!r}: {ast.unparse(node)} is no name that can be used here")
+            raise ExpressionError(f"{text!r}: {ast.unparse(node)} cannot be a name")
     elif isinstance(node, ast.Constant):
         if isinstance(node.value, bool) or not isinstance(node.value, int | float | str):
             raise ExpressionError(f"{text!r}: {node.value!r} is no number")

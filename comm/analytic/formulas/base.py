@@ -74,13 +74,17 @@ def _shown(value: Quantity | str) -> str:
 
 @dataclass(frozen=True)
 class Formula:
-    """name: as a claim's file writes it; gives: unit of the result; text: what it is"""
+    """name: as a claim's file writes it; gives: unit of the result; text: what it is
+
+    drawn: the result comes from random numbers, which take a while
+    """
 
     name: str
     parameters: Mapping[str, Parameter]
     gives: str
     text: str
     function: Callable[..., Iterator[Step]]
+    drawn: bool = False
 
     def steps(self, arguments: Mapping[str, Any]) -> tuple[Step, ...]:
         """All steps for accepted arguments; raises ValueError where the formula has no value."""
@@ -98,13 +102,15 @@ def _worked_out(
 FORMULAS: dict[str, Formula] = {}
 
 
-def formula(gives: str, **parameters: Parameter) -> Callable[[Callable], Callable]:
+def formula(
+    gives: str, drawn: bool = False, **parameters: Parameter
+) -> Callable[[Callable], Callable]:
     """Enter a generator of steps into the registry under its own name."""
 
     def enter(function: Callable[..., Iterator[Step]]) -> Callable[..., Iterator[Step]]:
         text = " ".join((function.__doc__ or "").split())
         FORMULAS[function.__name__] = Formula(
-            function.__name__, parameters, gives, text, function
+            function.__name__, parameters, gives, text, function, drawn
         )
         return function
 

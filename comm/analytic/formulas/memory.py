@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from comm.analytic.formulas.base import Parameter, Step, formula
 from comm.analytic.formulas.routing import EXPERTS, TOP_K, experts_touched
 
-
 BITS = 1 / 8  # of a byte
 
 

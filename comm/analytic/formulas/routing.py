@@ -53,9 +53,7 @@ def distinct_remote_ranks(ranks: int, num_experts: int, top_k: int) -> Iterator[
     (*before, all_ranks) = distinct_ranks(ranks, num_experts, top_k)
     yield from (*before, all_ranks)
     remote = all_ranks.value * (1 - 1 / ranks)
-    yield Step(
-        "distinct_remote_ranks", f"{all_ranks.value:.4f} (1 - 1 / {ranks})", remote, "ranks"
-    )
+    yield Step("distinct_remote_ranks", f"{all_ranks.value:.4f} (1 - 1 / {ranks})", remote, "ranks")
 
 
 @formula("ranks", ranks=RANKS, num_experts=EXPERTS, top_k=TOP_K)
@@ -134,10 +132,8 @@ def nodes_with_limit(nodes: int, limit: int, num_experts: int, top_k: int) -> It
     yield Step("nodes_with_limit", f"mean of min({limit}, nodes hit without limit)", mean, "nodes")
 
 
-@formula("nodes", **GROUPS)
-def nodes_with_limit_by_two(
-    nodes: int, limit: int, num_experts: int, top_k: int
-) -> Iterator[Step]:
+@formula("nodes", drawn=True, **GROUPS)
+def nodes_with_limit_by_two(nodes: int, limit: int, num_experts: int, top_k: int) -> Iterator[Step]:
     """The same where a group is ranked by the sum of its two best: DeepSeek-V3's own rule.
 
     No closed form is known. Scores are drawn, independent and uniform, for 20,000 tokens from a
