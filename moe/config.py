@@ -26,6 +26,7 @@ from moe.combinations import useless_key
 from moe.conf_files import conf_dir, options
 from moe.hf_config import read_hf_config
 from moe.settings import (
+    IMAGINED,
     JOBS_OF,
     MAX_RANKS,
     UNUSED,
@@ -206,7 +207,7 @@ def _with_world(config: Config, world_size: int | None) -> Config:
     """Say how many ranks there are: those already started, the given number, or the default."""
     if world_size is not None and config.ranks not in (None, world_size):
         raise ConfigError(f"ranks={config.ranks}: {world_size} ranks were started; leave it out")
-    if config.job == "predict" and config.ep_size is not None and config.ep_size > 0:
+    if config.job in IMAGINED and config.ep_size is not None and config.ep_size > 0:
         if config.ranks not in (None, config.ep_size):  # nobody is started, they are imagined
             raise ConfigError(
                 f"ranks={config.ranks}: ep_size={config.ep_size} says it; leave it out"

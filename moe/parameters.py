@@ -23,7 +23,10 @@ from moe.model import ModelShape
 
 @dataclass(frozen=True)
 class Parameters:
-    """Counts by part; single_precision: those, counted in the parts, that stay in 32 bits."""
+    """Counts by part.
+
+    single_linear, single_router: those of attention and router, counted there, that stay in 32 bits
+    """
 
     embedding: int
     head: int
@@ -35,11 +38,16 @@ class Parameters:
     routed: int
     norms: int
     other: int
-    single_precision: int
+    single_linear: int
+    single_router: int
 
     @property
     def total(self) -> int:
         return sum(self.by_part().values())
+
+    @property
+    def single_precision(self) -> int:
+        return self.single_linear + self.single_router
 
     @property
     def unrouted(self) -> int:
@@ -48,13 +56,19 @@ class Parameters:
 
     @property
     def matrices(self) -> int:
-        """What a checkpoint may quantise beside the experts."""
-        return self.attention + self.dense + self.shared + self.latent + self.other
+        """What a checkpoint may quantise beside the experts; the few norms among them are."""
+        matrices = self.attention + self.dense + self.shared + self.latent + self.other
+        return matrices - self.single_linear
+
+    @property
+    def plain(self) -> int:
+        """What stays in 16 bits."""
+        return self.embedding + self.head + self.router + self.norms - self.single_router
 
     def by_part(self) -> dict[str, int]:
-        parts = asdict(self)
-        del parts["single_precision"]
-        return parts
+        return {
+            part: number for part, number in asdict(self).items() if not part.startswith("single_")
+        }
 
 
 def count(shape: ModelShape) -> Parameters:
@@ -88,7 +102,8 @@ def count(shape: ModelShape) -> Parameters:
         routed=moe * shape.num_experts * expert(shape),
         norms=(2 * layers + 1 + (4 * layers + 2) * attention.residual_attention) * d,
         other=weights.other_parameters,
-        single_precision=_single_precision(shape),
+        single_linear=attention.linear_layers and attention.linear_layers * _single(attention),
+        single_router=moe * shape.num_experts * shape.expert_bias,
     )
 
 
@@ -153,18 +168,12 @@ def _linear_layer(attention: AttentionShape, d: int) -> int:
     inner = heads * head
     gate = d * inner if attention.full_rank_gate else (d + inner) * head
     decay = (d + inner) * head  # through one head's width
-    return 4 * d * inner + gate + decay + d * heads + _linear_single_precision(attention)
+    return 4 * d * inner + gate + decay + d * heads + _single(attention)
 
 
-def _linear_single_precision(attention: AttentionShape) -> int:
+def _single(attention: AttentionShape) -> int:
     """Convolutions of q, k and v, the decay's bias and rate, the norm: kept in 32 bits."""
     heads, head = require(attention, "linear_heads"), require(attention, "linear_head_dim")
     inner = heads * head
     rates = heads if attention.decay_rates is None else attention.decay_rates
     return 3 * inner * require(attention, "conv_size") + inner + rates + head
-
-
-def _single_precision(shape: ModelShape) -> int:
-    linear = shape.attention.linear_layers
-    kept = linear * _linear_single_precision(shape.attention) if linear else 0
-    return kept + shape.num_moe_layers * shape.num_experts * shape.expert_bias

@@ -15,6 +15,8 @@ from functools import cache
 from typing import Any, get_type_hints
 
 from moe.hardware import HardwareConfig
+from moe.keys import group, key
+from moe.memory_options import CacheConfig, FabricConfig, PoolsConfig, RequestConfig
 from moe.model import ModelShape, ScaleConfig
 from moe.routing.options import RouterOptions
 
@@ -28,10 +30,14 @@ JOBS = {
     "emulate": "run the layers on real ranks, count every byte, compare it with the predictions",
     "bench": "time dispatch and combine against the raw all-to-all of the same bytes",
     "predict": "what uniform routing lets one expect, in every convention of the field; no ranks",
+    "pools": "memory of the machine, pool by pool, and how many accelerators it takes; no ranks",
+    "request": "bytes of one request: all-to-all beside the transfer of its cache; no ranks",
+    "fabric": "switch ports of a Clos fabric for so many accelerators; no ranks",
     "claims": "what others say of such networks, each worked out and judged; no ranks",
     "doctor": "what this machine lacks for the run that the other words describe; no ranks",
 }
-RANKLESS = ("predict", "claims", "doctor")
+RANKLESS = ("predict", "pools", "request", "fabric", "claims", "doctor")
+IMAGINED = ("predict", "pools", "request")  # here ep_size says how many ranks to imagine
 UNUSED = {  # job -> the keys, or the first parts of keys, that mean nothing to it
     "emulate": ("bench",),
     "bench": (
@@ -50,9 +56,18 @@ UNUSED = {  # job -> the keys, or the first parts of keys, that mean nothing to 
     ),
 }
 # job -> all keys that it uses, for jobs that use few
-USED: dict[str, tuple[str, ...]] = {"claims": ("id", "run", "claims", "model")}
+USED: dict[str, tuple[str, ...]] = {
+    "pools": ("model", "hardware", "ranks", "ep_size", "tokens", "cache", "pools"),
+    "request": ("model", "ranks", "ep_size", "dispatcher", "wire", "cache", "request"),
+    "fabric": ("hardware", "fabric"),
+    "claims": ("id", "run", "claims", "model"),
+}
 # key -> the jobs that it belongs to; what stands in no table any job may use
 JOBS_OF: dict[str, tuple[str, ...]] = {
+    "cache": ("pools", "request"),
+    "pools": ("pools",),
+    "request": ("request",),
+    "fabric": ("fabric",),
     "id": ("claims",),
     "run": ("claims",),
     "claims": ("claims",),
@@ -75,27 +90,6 @@ class ConfigError(ValueError):
 
 class UnfitError(RuntimeError):
     """This machine cannot run what was asked; the message is one line."""
-
-
-def key(
-    default: Any,
-    text: str,
-    choices: Iterable[str] = (),
-    minimum: int | None = None,
-    maximum: int = 2**63 - 1,
-) -> Any:
-    """A field that is set on the command line: its default, what it means, what it may be.
-
-    choices: the only values allowed, of the field or of each entry of a list
-    minimum, maximum: of the field or of each entry of a list; with a minimum, it is an integer
-    """
-    limits = {"choices": tuple(choices), "minimum": minimum, "maximum": maximum}
-    return field(default=default, metadata={"text": text, **limits})
-
-
-def group(text: str) -> Any:
-    """A field filled from one file of conf/<field>/; conf/config.yaml names the default one."""
-    return field(metadata={"text": text, "group": True})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,6 +241,10 @@ class Config:
         None, "a new folder for the results; null: results/<time>-<model>-<dispatcher>"
     )
     bench: BenchConfig = field(default_factory=BenchConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    pools: PoolsConfig = field(default_factory=PoolsConfig)
+    request: RequestConfig = field(default_factory=RequestConfig)
+    fabric: FabricConfig = field(default_factory=FabricConfig)
     fault: FaultConfig = field(default_factory=FaultConfig)
     id: str | None = key(None, "job=claims: only this claim, or this row, in full")
     run: bool = key(False, "job=claims: small runs decide the claims that a run can decide")

@@ -38,6 +38,7 @@ def validate(config: Config, options: Callable[[str], list[str]]) -> None:
     _check_tokens(config)
     if config.job in ("emulate", "doctor") and (reason := refusal(config)):
         raise ConfigError(reason)
+    _check_memory(config)
     _check_surroundings(config)
     check_output_dir(config.output_dir)
 
@@ -64,7 +65,7 @@ def _check_key(key: Key, value: Any) -> None:
     entries = value if isinstance(value, tuple) else (value,)
     if not all(isinstance(entry, int | float) for entry in entries):
         raise ConfigError(f"{key.name}={shown(value)}: must be a list of integers")
-    if min(entries) < key.minimum:
+    if not min(entries) >= key.minimum:  # nan, too
         raise ConfigError(f"{key.name}={shown(value)}: must be >= {key.minimum}{_near(key, value)}")
     if max(entries) > key.maximum:
         raise ConfigError(f"{key.name}={shown(value)}: must be <= {key.maximum}{_near(key, value)}")
@@ -74,7 +75,7 @@ def _near(key: Key, value: Any) -> str:
     """The nearest value within the limits of an integer, or of each entry of a list of them."""
 
     def within(entry: Any) -> Any:
-        return min(max(entry, key.minimum), key.maximum)
+        return min(max(key.minimum, entry), key.maximum)  # of nan, the minimum
 
     nearest = tuple(map(within, value)) if isinstance(value, tuple) else within(value)
     return f"; nearest: {shown(nearest)}"
@@ -133,6 +134,34 @@ def _check_tokens(config: Config) -> None:
         raise ConfigError(
             f"tokens={shown(config.tokens)}: lists {len(config.tokens_per_rank)} ranks,"
             f" ranks={config.world_size}"
+        )
+
+
+def _check_memory(config: Config) -> None:
+    """Of the jobs that ask about memory and requests."""
+    pools, ranks, asked = config.pools, config.world_size, config.request
+    shared = pools.tensor_parallel
+    if shared is not None and (shared > ranks or ranks % shared):
+        divisor = max(number for number in range(1, shared + 1) if ranks % number == 0)
+        raise ConfigError(
+            f"pools.tensor_parallel={shared}: must divide the {ranks} ranks; nearest: {divisor}"
+        )
+    most = (ranks - 1) * config.model.num_experts
+    if pools.redundant_experts > most:
+        raise ConfigError(
+            f"pools.redundant_experts={pools.redundant_experts}: {ranks} ranks hold each of"
+            f" {config.model.num_experts} experts once at most; nearest: {most}"
+        )
+    if asked.cached > asked.prompt:
+        raise ConfigError(
+            f"request.cached={asked.cached}: a part of request.prompt={asked.prompt};"
+            f" nearest: {asked.prompt}"
+        )
+    strategies = ("rank_dedup", "all_to_all", "allgather")
+    if config.job == "request" and config.dispatcher.name not in strategies:
+        raise ConfigError(
+            f"dispatcher={config.dispatcher.name}: job=request counts one exchange there and back;"
+            f" use {' or '.join(strategies)}"
         )
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from comm.wire import WIRE_FORMATS
 from moe.config import compose
-from moe.settings import JOBS, UNUSED, WIRES, ConfigError, keys
+from moe.settings import JOBS, JOBS_OF, UNUSED, USED, WIRES, ConfigError, keys
 
 
 def refusal(*overrides: str, **arguments: int) -> str:
@@ -92,8 +92,7 @@ def test_wire_names_are_those_of_the_wire():
         ),
         (
             "job=emulat",
-            "job=emulat: no such job; choose bench, doctor, emulate, predict"
-            " (did you mean emulate?)",
+            f"job=emulat: no such job; choose {', '.join(sorted(JOBS))} (did you mean emulate?)",
         ),
         ("hydra.verbose=true", "hydra.verbose=true: no such key; wideep --help lists them"),
         ("model.top_k.a=3", "model.top_k.a=3: no such key (did you mean model.top_k?)"),
@@ -255,10 +254,16 @@ def test_what_cannot_be_planned_is_refused_before_any_rank_starts(tmp_path):
 
 @pytest.mark.parametrize("job", JOBS)
 def test_every_key_is_used_by_some_job(job):
-    """UNUSED names real keys, and leaves each job its own."""
+    """UNUSED and USED name real keys, and leave each job its own."""
     first_parts = {name.partition(".")[0] for name in keys()}
-    assert set(UNUSED[job]) < first_parts | set(keys())
-    assert not set.intersection(*(set(UNUSED[other]) for other in JOBS))
+    assert (job in USED) != (job in UNUSED)
+    assert set(USED.get(job, UNUSED.get(job, ()))) < first_parts | set(keys())
+    unused = [
+        set(UNUSED[other]) if other in UNUSED else first_parts - {*USED[other]} for other in JOBS
+    ]
+    assert not set.intersection(*unused) - {"job"}
+    for name, owners in JOBS_OF.items():
+        assert name in first_parts | set(keys()) and set(owners) <= set(JOBS)
 
 
 def test_the_last_word_of_a_key_wins_whatever_came_before():

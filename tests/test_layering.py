@@ -75,7 +75,11 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
         *("moe.routing", "moe.model", "moe.philox", "moe.synthetic", "moe.traces"),
         "comm.analytic.law",
     ),
-    "moe.settings": ("moe.hardware", "moe.model", "moe.routing.options"),
+    "moe.keys": (),
+    "moe.memory_options": ("moe.keys",),
+    "moe.settings": (
+        *("moe.hardware", "moe.keys", "moe.memory_options", "moe.model", "moe.routing.options"),
+    ),
     "moe.netns": (),
     "moe.nodes": ("moe.netns", "moe.settings"),  # nor torch: it only starts those who need it
     "moe.machines": ("moe.settings",),
@@ -92,6 +96,21 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
     "moe.jobs.doctor": (
         *("torch", "moe.diagnosis", "moe.fitness", "moe.probes", "moe.settings", "moe.version"),
         *("comm.memory", "comm.report"),
+    ),
+    "moe.pools": (
+        *("moe.attention", "moe.hardware", "moe.model", "moe.parameters", "moe.settings"),
+        "comm.analytic",
+    ),
+    "moe.jobs.pools": (
+        *("moe.attention", "moe.hardware", "moe.pools", "moe.settings", "moe.version"),
+        *("comm.analytic", "comm.report"),
+    ),
+    "moe.jobs.request": (
+        *("moe.attention", "moe.pools", "moe.settings", "moe.version"),
+        *("comm.analytic", "comm.report"),
+    ),
+    "moe.jobs.fabric": (
+        *("moe.hardware", "moe.settings", "moe.version", "comm.analytic", "comm.report"),
     ),
     "moe.jobs.predict": (*("moe.settings", "moe.version", "comm.analytic", "comm.report"),),
 }
