@@ -48,10 +48,14 @@ class World:
 
 @dataclass(frozen=True)
 class Line:
-    """A step as it is shown: a name, the arithmetic, the same with numbers, the result."""
+    """A step as it is shown: a name, the arithmetic, the same with numbers, the result.
+
+    inner: the steps of the formulas that it calls
+    """
 
     name: str
     how: str
+    inner: tuple[str, ...]
     numbers: str
     result: str
 
@@ -219,13 +223,9 @@ class _Scope:
         """One step: what was done, and its result."""
         self.inner = []
         found = expression.evaluate(self.lookup, self.call)
-        inner = "; ".join(f"{one.name} = {one.how} = {show(one.quantity)}" for one in self.inner)
+        inner = [f"{one.name} = {one.how} = {show(one.quantity)}" for one in self.inner]
         numbers = expression.with_numbers(self.lookup, self.call)
-        if expression.formulas and self.claim.formula == name:
-            numbers = inner
-        elif inner:
-            numbers += f"  [{inner}]"
-        return Line(name, expression.text, numbers, show(found)), found
+        return Line(name, expression.text, tuple(dict.fromkeys(inner)), numbers, show(found)), found
 
     def lookup(self, name: str) -> Value:
         """The value of a name; raises Unknown or ExpressionError."""

@@ -14,10 +14,11 @@ from typing import Any
 import yaml
 
 from comm.claim_form import Claim, ClaimError, read_claim
-from moe import parameters
 from moe.attention import AttentionShape, ReleasedWeights, UnknownShape
 from moe.conf_files import conf_dir
 from moe.model import ModelShape
+from moe.parameters import active, count
+from moe.pools import weights_of
 
 
 def read_claims(folder: Path, taken: Mapping[str, Path]) -> dict[str, tuple[Claim, Path]]:
@@ -104,17 +105,19 @@ def _shape(fields: Mapping[str, Any]) -> ModelShape:
 
 
 def model_fields(shape: ModelShape) -> dict[str, Any]:
-    """The fields of a model, and what follows from them: payload_width, parameters."""
+    """The fields of a model, and what follows from them; None where nobody described it enough.
+
+    payload_width, num_layers; parameters.*: counts by part, those of comm.analytic.weights among
+    them; attention.values: what a token leaves in a layer's cache
+    """
     fields = asdict(shape) | {"payload_width": shape.payload_width}
     fields["num_layers"] = shape.num_moe_layers + shape.num_dense_layers
     try:
-        counted = parameters.count(shape)
-        fields["parameters"] = asdict(counted) | {
-            "total": counted.total,
-            "unrouted": counted.unrouted,
-            "expert": parameters.expert(shape),
-            "active": parameters.active(shape),
-        }
-    except UnknownShape:  # of a model that nobody described beyond its layers
-        fields["parameters"] = None
+        counted, weights = count(shape), weights_of(shape)
+    except UnknownShape:
+        return fields | {"parameters": None}
+    stored = ("expert", "matrices", "plain", "single", "lookup", "routed")
+    fields["parameters"] = counted.by_part() | {name: getattr(weights, name) for name in stored}
+    fields["parameters"] |= {"total": counted.total, "active": active(shape)}
+    fields["attention"]["values"] = shape.attention.cached_values
     return fields

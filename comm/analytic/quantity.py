@@ -138,8 +138,8 @@ def plain(value: float, digits: int = 4) -> str:
     """Whole numbers below 10^9 whole, others with `digits` significant digits, never in between."""
     if math.isinf(value) or math.isnan(value):
         return str(value)
-    if float(value).is_integer() and abs(value) < 1e9:
-        return f"{int(value):,}"
+    if abs(value) < 1e9 and math.isclose(value, round(value), rel_tol=1e-12):
+        return f"{round(value):,}"
     if not 1e-4 <= abs(value) < 1e9:
         return f"{value:.{digits}g}".replace("e+", "e")
     exponent = math.floor(math.log10(abs(float(f"{value:.{digits - 1}e}"))))

@@ -124,13 +124,15 @@ def claim_page(outcome: Outcome, width: int) -> list[Line]:
 def _case_lines(case: Mapping[str, Any], shown: set[tuple[str, str]], width: int) -> list[Line]:
     """The steps of one setting, but for those that are the same as in one before it."""
     again = sum((step["name"], step["numbers"]) in shown for step in case["lines"])
-    remark = f" ({again} steps as above)" if again else ""
+    remark = f" ({again} step{'s' * (again > 1)} as above)" if again else ""
     lines = title("STEPS", (case["setting"] or "of the arithmetic") + remark, width)
     for step in case["lines"]:
         if (step["name"], step["numbers"]) in shown:
             continue
         lines += paragraph(f"{step['name']} = {step['how']}", width)
-        if step["numbers"] != step["how"]:
+        for inner in step["inner"]:
+            lines += paragraph(inner, width, indent=10)
+        if step["numbers"] not in (step["how"], step["result"]):
             lines += paragraph(f"= {step['numbers']}", width, indent=6)
         lines += paragraph(f"= {step['result']}", width, indent=6)
     lines += paragraph(case["test"], width, style="bold")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from comm.analytic.formulas.base import TEXT, Parameter, Step, formula
 from comm.analytic.law import NoLaw, Uniform
-from comm.analytic.rows import DISPATCHERS, KINDS, payload_bytes
+from comm.analytic.rows import DISPATCHERS, KINDS, ROW_PHASES, payload_bytes
 from comm.analytic.rows import row_bytes as bytes_by_kind
 from comm.analytic.run import RunShape
 from comm.analytic.traffic import expected_traffic
@@ -37,6 +38,23 @@ def row_metadata(dispatcher: str, top_k: int) -> Iterator[Step]:
     """Bytes of the expert ids and routing weights in one dispatched row."""
     row = bytes_by_kind(dispatcher, "dispatch", "bf16", 1, top_k)
     yield Step("row_metadata", f"{row['ids']} + {row['weights']}", row["ids"] + row["weights"], "B")
+
+
+@formula(
+    "rounds",
+    training=Parameter("", "1: backward as well", default=0),
+    sharded=Parameter("ranks", "that share each expert", default=1),
+)
+def rounds_a_layer(training: float, sharded: int) -> Iterator[Step]:
+    """Exchanges of tokens in one MoE layer: phases that move rows, in each direction."""
+    run = replace(
+        static_run("rank_dedup", 2 * sharded, 2 * sharded, 1, 2, 1, 1, 1, "bf16", "bf16"),
+        training=bool(training),
+        expert_tp=sharded,
+    )
+    phases = [phase for phase in run.phases if phase in ROW_PHASES]
+    how = f"{', '.join(phases)}; {' and '.join(run.directions)}"
+    yield Step("rounds_a_layer", how, len(phases) * len(run.directions), "rounds")
 
 
 def static_run(
