@@ -19,7 +19,7 @@ from typing import Any
 
 from comm.analytic.expressions import BUILT_IN, Expression, ExpressionError, Value, nearest
 from comm.analytic.formulas import FORMULAS, Parameter, Step
-from comm.analytic.quantity import Quantity, QuantityError, dimension_words, show
+from comm.analytic.quantity import Quantity, QuantityError, dimension_words, scaled, show
 from comm.claim_form import TABLES, Claim, ClaimError, Input
 
 __all__ = ["ClaimError", "World", "evaluate", "with_run"]
@@ -301,7 +301,7 @@ class _Scope:
             return self.lookup(f"model.{parameter.field}")
         if parameter.default is not None:
             default = parameter.default
-            return default if isinstance(default, str) else Quantity(default)
+            return default if isinstance(default, str) else scaled(default, parameter.unit)
         raise ExpressionError(
             f"formula={formula}: needs the input {name}, a number of {parameter.unit}"
             f" ({parameter.text})"
@@ -318,9 +318,9 @@ def _as_input(name: str, value: Any) -> Input:
         raise ExpressionError(f"{name}: is no single number")
     for suffix, (factor, num_bytes, seconds) in SUFFIXES.items():
         if name.endswith(suffix):
-            scaled_value = value * factor
-            whole = math.isfinite(scaled_value) and float(scaled_value).is_integer()
-            return Quantity(int(scaled_value) if whole else scaled_value, num_bytes, seconds)
+            in_bytes = value * factor
+            whole = math.isfinite(in_bytes) and float(in_bytes).is_integer()
+            return Quantity(int(in_bytes) if whole else in_bytes, num_bytes, seconds)
     return Quantity(value)
 
 

@@ -88,7 +88,10 @@ class Formula:
 
     def steps(self, arguments: Mapping[str, Any]) -> tuple[Step, ...]:
         """All steps for accepted arguments; raises ValueError where the formula has no value."""
-        return _worked_out(self.function, tuple(arguments.items()))
+        try:
+            return _worked_out(self.function, tuple(arguments.items()))
+        except ArithmeticError as error:
+            raise ValueError(f"formula={self.name}: has no value for these numbers") from error
 
 
 @cache
