@@ -53,7 +53,7 @@ def _input(value: Quantity | str | None) -> str:
 
 def _case(claim: Claim, case: Case, changes: Iterable[Change]) -> dict[str, Any]:
     return {
-        "setting": case.setting,
+        "setting": case.label,
         "found": f"{case.unknown} is unknown" if case.found is None else found(claim, case.found),
         "value": None if case.found is None else case.found.value,
         "holds": case.holds,

@@ -24,6 +24,7 @@ from comm.claim_form import TABLES, Claim, ClaimError, Input
 
 __all__ = ["ClaimError", "World", "evaluate", "with_run"]
 
+COUNTED = "counted by a run"
 ROUNDING = 1e-9  # of floating point, relative
 SUFFIXES: Mapping[str, tuple[float, int, int]] = {  # of the fields of hardware
     "_GB": (1e9, 1, 0),
@@ -64,11 +65,13 @@ class Line:
 class Case:
     """A claim in one setting.
 
+    label: the setting, and what the command line has changed in it
     found: the figure; None where it cannot be known, then `unknown` says which number is missing
     slack: how far from `says` it may lie
     """
 
     setting: str
+    label: str
     found: Quantity | None
     slack: float
     holds: bool | None
@@ -132,7 +135,7 @@ def with_run(outcome: Outcome, figures: Mapping[str, Mapping[str, float]]) -> Ou
     scope = _Scope(replace(claim, model=None, hardware=None), World(tables), {})
     try:
         line, found = scope.work("counted", claim.run.counted)
-        case = _judge(claim, "counted by a run", found, scope, (line,))
+        case = _judge(claim, COUNTED, COUNTED, found, scope, (line,))
     except (ExpressionError, QuantityError) as error:
         raise ClaimError(f"{claim.id}: run.counted: {error}") from error
     return replace(outcome, cases=(*outcome.cases, case))
@@ -158,20 +161,30 @@ def _evaluate_case(
 ) -> tuple[Case, set[str]]:
     scope = _Scope(claim, world, values)
     lines, found = [], None
+    changed = [name for name in claim.settings.get(setting, {}) if name in world.given]
+    label = ", with ".join(
+        [setting, *(f"{name} {_written(world.given[name])}" for name in changed)]
+    )
     try:
         for name, expression in claim.steps:
             line, found = scope.work(name, expression)
             lines.append(line)
             scope.steps[name] = found
         assert found is not None
-        case = _judge(claim, setting, found, scope, tuple(lines))
+        case = _judge(claim, setting, label, found, scope, tuple(lines))
     except Unknown as missing:
-        case = Case(setting, None, 0, None, tuple(lines), str(missing))
+        case = Case(setting, label, None, 0, None, tuple(lines), str(missing))
     return case, scope.used
 
 
+def _written(value: Input) -> str:
+    if value is None:
+        return "unknown"
+    return value if isinstance(value, str) else show(value, value.unit)
+
+
 def _judge(
-    claim: Claim, setting: str, found: Quantity, scope: _Scope, lines: tuple[Line, ...]
+    claim: Claim, setting: str, label: str, found: Quantity, scope: _Scope, lines: tuple[Line, ...]
 ) -> Case:
     if found.dimension != claim.says.dimension:
         raise QuantityError(
@@ -189,7 +202,7 @@ def _judge(
     if dimension != found.dimension and slack:
         raise QuantityError(f"tolerance: {dimension_words(dimension)}, and says is not")
     holds = compare(claim, found.value, slack)
-    return Case(setting, found, slack, holds, lines, margin=found.value - claim.says.value)
+    return Case(setting, label, found, slack, holds, lines, margin=found.value - claim.says.value)
 
 
 def compare(claim: Claim, found: float, slack: float) -> bool:

@@ -46,6 +46,13 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
     ),
     "comm.analytic": ("comm.analytic", "comm.topology"),
     "comm.verdict": ("comm.analytic",),
+    # Claims are worked out from formulas alone; what a run has counted is handed to them.
+    "comm.claim_form": ("comm.analytic",),
+    "comm.claims": ("comm.analytic", "comm.claim_form"),
+    "comm.claim_changes": ("comm.analytic", "comm.claim_form", "comm.claims"),
+    "comm.claim_words": (
+        *("comm.analytic", "comm.claim_changes", "comm.claim_form", "comm.claims"),
+    ),
     # The witness and its judge know neither the meter nor a prediction.
     "comm.reconcile": ("comm.verdict",),
     "comm.kernel": ("torch", "comm.tcp", "comm.reconcile", "comm.world"),
@@ -111,6 +118,15 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
     ),
     "moe.jobs.fabric": (
         *("moe.hardware", "moe.settings", "moe.version", "comm.analytic", "comm.report"),
+    ),
+    "moe.claim_files": (
+        *("moe.attention", "moe.conf_files", "moe.model", "moe.parameters", "moe.pools"),
+        "comm.claim_form",
+    ),
+    "moe.jobs.claims": (
+        *("moe.claim_files", "moe.conf_files", "moe.jobs.claim_runs", "moe.settings"),
+        *("moe.version", "comm.analytic", "comm.claim_changes", "comm.claim_form"),
+        *("comm.claim_words", "comm.claims", "comm.report"),
     ),
     "moe.jobs.predict": (*("moe.settings", "moe.version", "comm.analytic", "comm.report"),),
 }

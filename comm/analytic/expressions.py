@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from comm.analytic.quantity import Quantity, QuantityError, dimension_words, show
+from comm.analytic.quantity import Quantity, dimension_words, show
 
 Value = Quantity | str
 Lookup = Callable[[str], Value]
@@ -31,7 +31,12 @@ class ExpressionError(ValueError):
 
 @dataclass(frozen=True)
 class Expression:
-    """A text that has been read and found to be arithmetic."""
+    """A text that has been read and found to be arithmetic.
+
+    >>> two = Expression.read("2 * (3 + 4)")
+    >>> two.evaluate(lookup=None, call=None).value
+    14
+    """
 
     text: str
     tree: ast.expr
@@ -87,7 +92,9 @@ class Expression:
 
 
 def _own_unit(value: Quantity) -> str:
-    return value.unit if value.unit not in ("x",) else ""
+    """As written, but for many bytes."""
+    many = value.unit == "B" and abs(value.value) >= 1e6
+    return "" if many or value.unit == "x" else value.unit
 
 
 def dotted(node: ast.AST) -> str | None:
@@ -266,6 +273,3 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """' (did you mean X?)', or nothing where none is near."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" (did you mean {near[0]}?)" if near else ""
-
-
-__all__ = ["Expression", "ExpressionError", "Quantity", "QuantityError", "combine", "nearest"]
