@@ -10,7 +10,7 @@ from typing import Any
 from comm.analytic.quantity import Quantity, in_unit, show
 from comm.claim_changes import Change
 from comm.claim_form import Claim
-from comm.claims import Case, Outcome
+from comm.claims import Case, Line, Outcome
 
 RELATION_WORDS = {
     "equals": "",
@@ -58,8 +58,18 @@ def _case(claim: Claim, case: Case, changes: Iterable[Change]) -> dict[str, Any]
         "value": None if case.found is None else case.found.value,
         "holds": case.holds,
         "test": _test(claim, case),
-        "lines": [asdict(line) for line in case.lines],
+        "lines": [_line(line) for line in case.lines],
         "changes": [asdict(change) for change in changes],
+    }
+
+
+def _line(line: Line) -> dict[str, Any]:
+    return {
+        "name": line.name,
+        "how": line.how,
+        "inner": list(line.inner),
+        "numbers": line.numbers,
+        "result": show(line.found),
     }
 
 

@@ -58,7 +58,7 @@ class Line:
     how: str
     inner: tuple[str, ...]
     numbers: str
-    result: str
+    found: Quantity
 
 
 @dataclass(frozen=True)
@@ -108,20 +108,18 @@ class Unknown(Exception):
 def evaluate(claim: Claim, world: World) -> Outcome:
     """Every setting of a claim; raises ClaimError in one line."""
     try:
-        settings = _settings(claim, world)
-        used: set[str] = set()
-        cases = []
-        for name, values in settings.items():
-            case, names = _evaluate_case(claim, world, name, values)
-            cases.append(case)
-            used |= names
+        evaluated = [
+            _evaluate_case(claim, world, name, values)
+            for name, values in _settings(claim, world).items()
+        ]
+        cases = tuple(case for case, _ in evaluated)
         if not any(case.holds is None for case in cases):
-            _refuse_unused(claim, used)
+            _refuse_unused(claim, set().union(*(names for _, names in evaluated)))
     except (ExpressionError, QuantityError, ValueError) as error:
         if isinstance(error, ClaimError):
             raise
         raise ClaimError(f"{claim.id}: {' '.join(str(error).split())}") from error
-    return Outcome(claim, tuple(cases))
+    return Outcome(claim, cases)
 
 
 def with_run(outcome: Outcome, figures: Mapping[str, Mapping[str, float]]) -> Outcome:
@@ -238,7 +236,7 @@ class _Scope:
         found = expression.evaluate(self.lookup, self.call)
         inner = [f"{one.name} = {one.how} = {show(one.quantity)}" for one in self.inner]
         numbers = expression.with_numbers(self.lookup, self.call)
-        return Line(name, expression.text, tuple(dict.fromkeys(inner)), numbers, show(found)), found
+        return Line(name, expression.text, tuple(dict.fromkeys(inner)), numbers, found), found
 
     def lookup(self, name: str) -> Value:
         """The value of a name; raises Unknown or ExpressionError."""
