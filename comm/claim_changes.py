@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from comm.analytic.formulas import FORMULAS
-from comm.analytic.quantity import Quantity, show
+from comm.analytic.quantity import Quantity
 from comm.claim_form import Claim
 from comm.claims import Case, ClaimError, World, evaluate, names_of, value_of
 
@@ -20,12 +20,12 @@ FARTHEST, NARROWINGS = 10, 40  # factors of two, halvings
 
 @dataclass(frozen=True)
 class Change:
-    """A number, its value and the nearest at which the case holds, or no longer does."""
+    """A number, its value, and the nearest at which the case turns; holds: whether it then does."""
 
     name: str
-    value: str
-    turns_at: str
-    then: str
+    value: Quantity
+    turns_at: Quantity
+    holds: bool
 
 
 def changes(claim: Claim, world: World, setting: str) -> list[Change]:
@@ -46,9 +46,7 @@ def _turns(claim: Claim, world: World, setting: str) -> Iterator[tuple[float, Ch
         turned = _nearest_turn(at, lambda x, name=name, alone=alone: _case(alone, world, name, x))
         if turned is not None:
             value, holds = turned
-            unit = at.unit or at.noun
-            words = "holds" if holds else "fails"
-            yield _distance(at, value), Change(name, show(at, unit), show(value, unit), words)
+            yield _distance(at, value), Change(name, at, value, holds)
 
 
 def _case(claim: Claim, world: World, name: str, value: Quantity) -> Case | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from typing import Any
 
 from comm.analytic.quantity import Quantity, in_unit, show
@@ -59,7 +58,7 @@ def _case(claim: Claim, case: Case, changes: Iterable[Change]) -> dict[str, Any]
         "holds": case.holds,
         "test": _test(claim, case),
         "lines": [_line(line) for line in case.lines],
-        "changes": [asdict(change) for change in changes],
+        "changes": [_change(change) for change in changes],
     }
 
 
@@ -70,6 +69,16 @@ def _line(line: Line) -> dict[str, Any]:
         "inner": list(line.inner),
         "numbers": line.numbers,
         "result": show(line.found),
+    }
+
+
+def _change(change: Change) -> dict[str, Any]:
+    unit = change.value.unit or change.value.noun
+    return {
+        "name": change.name,
+        "value": show(change.value, unit),
+        "turns_at": show(change.turns_at, unit),
+        "holds": change.holds,
     }
 
 

@@ -93,7 +93,7 @@ def test_weights_by_hand():
 
 
 def test_bytes_of_a_run_by_hand():
-    """Rows of dispatch and combine that leave their rank: 6.1894 of 10 tokens, 8 ranks, 2 layers."""
+    """Rows that leave their rank: 6.1894 a token, 10 tokens on each of 8 ranks, 2 layers."""
     rows = 6.1894 * 10 * 8 * 2
     hidden = result("bytes_of_kind", {"kind": "hidden", "scope": "remote", **IN_A_RUN})
     assert hidden == pytest.approx(rows * (7168 + 3584), rel=1e-4)

@@ -22,7 +22,7 @@ Value = Quantity | str
 Lookup = Callable[[str], Value]
 Call = Callable[[str, dict[str, Value]], Quantity]
 MAX_LENGTH = 1000
-MAX_POWER = 64
+MAX_POWER, MAX_BITS, MAX_DEPTH = 64, 4096, 40
 
 
 class ExpressionError(ValueError):
@@ -127,8 +127,10 @@ def _is_foreign_call(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and getattr(node.func, "id", "") not in BUILT_IN
 
 
-def _check(node: ast.AST, text: str) -> None:
+def _check(node: ast.AST, text: str, depth: int = 0) -> None:
     """Refuse everything that is not arithmetic, before anything is worked out."""
+    if depth > MAX_DEPTH:
+        raise ExpressionError(f"{text[:40]!r}...: is nested more than {MAX_DEPTH} deep")
     if isinstance(node, ast.Name | ast.Attribute):
         name = dotted(node)
         if name is None or any(part.startswith("_") for part in name.split(".")):
@@ -137,17 +139,17 @@ def _check(node: ast.AST, text: str) -> None:
         if isinstance(node.value, bool) or not isinstance(node.value, int | float | str):
             raise ExpressionError(f"{text!r}: {node.value!r} is no number")
     elif isinstance(node, ast.BinOp) and type(node.op) in BINARY:
-        _check(node.left, text)
-        _check(node.right, text)
+        _check(node.left, text, depth + 1)
+        _check(node.right, text, depth + 1)
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
-        _check(node.operand, text)
+        _check(node.operand, text, depth + 1)
     elif isinstance(node, ast.Call):
-        _check_call(node, text)
+        _check_call(node, text, depth)
     else:
         raise ExpressionError(f"{text!r}: {ast.unparse(node)} is no arithmetic")
 
 
-def _check_call(node: ast.Call, text: str) -> None:
+def _check_call(node: ast.Call, text: str, depth: int) -> None:
     if not isinstance(node.func, ast.Name) or any(word.arg is None for word in node.keywords):
         raise ExpressionError(f"{text!r}: {ast.unparse(node)} is no call of a formula")
     built_in = node.func.id in BUILT_IN
@@ -158,7 +160,7 @@ def _check_call(node: ast.Call, text: str) -> None:
             f"{text!r}: write {node.func.id}(name=value), a formula's parameters have names"
         )
     for argument in (*node.args, *(word.value for word in node.keywords)):
-        _check(argument, text)
+        _check(argument, text, depth + 1)
 
 
 def _names(node: ast.AST) -> Iterable[str]:
@@ -225,6 +227,8 @@ def _power(left: Quantity, right: Quantity) -> Quantity:
         raise ExpressionError(f"** needs a plain number of at most {MAX_POWER} after it")
     if not left.is_plain and not float(right.value).is_integer():
         raise ExpressionError("** of bytes or seconds needs a whole number after it")
+    if isinstance(left.value, int) and left.value.bit_length() * abs(right.value) > MAX_BITS:
+        raise ExpressionError("a power too large to be worked out")
     times = int(right.value) if not left.is_plain else 0
     try:
         value = left.value**right.value

@@ -141,7 +141,7 @@ def _case_lines(case: Mapping[str, Any], shown: set[tuple[str, str]], width: int
         for change in case["changes"][:MOST_CHANGES]
     ]
     if turns:
-        then = "would hold" if case["changes"][0]["then"] == "holds" else "would fail"
+        then = "would hold" if case["changes"][0]["holds"] else "would fail"
         lines += labelled(f"  {then}", "; or ".join(turns), width, LABEL)
     return lines
 
