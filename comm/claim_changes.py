@@ -29,13 +29,13 @@ class Change:
 
 
 def changes(claim: Claim, world: World, setting: str) -> list[Change]:
-    """Of one setting of a claim, the nearest first; none where a formula draws its numbers."""
+    """Of one setting of a claim, the nearest first; none where a formula is slow."""
     return [change for _, change in sorted(_turns(claim, world, setting), key=lambda one: one[0])]
 
 
 def _turns(claim: Claim, world: World, setting: str) -> Iterator[tuple[float, Change]]:
     """Each change with how far it is, as a ratio."""
-    if any(FORMULAS[name].drawn for _, expression in claim.steps for name in expression.formulas):
+    if any(FORMULAS[name].slow for _, expression in claim.steps for name in expression.formulas):
         return
     values = {**claim.inputs, **claim.settings.get(setting, {}), **world.given}
     for name in dict.fromkeys(names_of([claim])):
@@ -53,7 +53,7 @@ def _case(claim: Claim, world: World, name: str, value: Quantity) -> Case | None
     """The only case, with one number replaced; None where that makes no sense."""
     try:
         given = {**world.given, name: value}
-        return evaluate(claim, replace(world, given=given)).cases[0]
+        return evaluate(claim, replace(world, given=given, silent=True)).cases[0]
     except ClaimError:
         return None
 

@@ -26,11 +26,12 @@ __all__ = ["ClaimError", "World", "evaluate", "with_run"]
 
 COUNTED = "counted by a run"
 ROUNDING = 1e-9  # of floating point, relative
-SUFFIXES: Mapping[str, tuple[float, int, int]] = {  # of the fields of hardware
+SUFFIXES: Mapping[str, tuple[float, int, int]] = {  # units in names of fields
     "_GB": (1e9, 1, 0),
     "_MiB": (2**20, 1, 0),
     "_GBps": (1e9, 1, -1),
     "_us": (1e-6, 0, 1),
+    "_bytes": (1, 1, 0),  # of what a run has counted
 }
 Tables = Mapping[str, Mapping[str, Any]]
 
@@ -41,10 +42,12 @@ class World:
 
     tables: fields by the name of a model or a part of hardware
     given: values from the command line, in the place of those of the files
+    silent: only figures are wanted, and no lines that tell how they came about
     """
 
     tables: Tables
     given: Mapping[str, Input] = field(default_factory=dict)
+    silent: bool = False
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,8 @@ def with_run(outcome: Outcome, figures: Mapping[str, Mapping[str, float]]) -> Ou
     tables = {name: dict(values) for name, values in figures.items()}
     scope = _Scope(replace(claim, model=None, hardware=None), World(tables), {})
     try:
-        line, found = scope.work("counted", claim.run.counted)
+        found = scope.work(claim.run.counted)
+        line = scope.told("counted", claim.run.counted, found)
         case = _judge(claim, COUNTED, COUNTED, found, scope, (line,))
     except (ExpressionError, QuantityError) as error:
         raise ClaimError(f"{claim.id}: run.counted: {error}") from error
@@ -165,8 +169,9 @@ def _evaluate_case(
     )
     try:
         for name, expression in claim.steps:
-            line, found = scope.work(name, expression)
-            lines.append(line)
+            found = scope.work(expression)
+            if not world.silent:
+                lines.append(scope.told(name, expression, found))
             scope.steps[name] = found
         assert found is not None
         case = _judge(claim, setting, label, found, scope, tuple(lines))
@@ -230,13 +235,16 @@ class _Scope:
         self.used: set[str] = set()
         self.inner: list[Step] = []
 
-    def work(self, name: str, expression: Expression) -> tuple[Line, Quantity]:
-        """One step: what was done, and its result."""
+    def work(self, expression: Expression) -> Quantity:
+        """The result of one step."""
         self.inner = []
-        found = expression.evaluate(self.lookup, self.call)
+        return expression.evaluate(self.lookup, self.call)
+
+    def told(self, name: str, expression: Expression, found: Quantity) -> Line:
+        """How the step before came about."""
         inner = [f"{one.name} = {one.how} = {show(one.quantity)}" for one in self.inner]
         numbers = expression.with_numbers(self.lookup, self.call)
-        return Line(name, expression.text, tuple(dict.fromkeys(inner)), numbers, found), found
+        return Line(name, expression.text, tuple(dict.fromkeys(inner)), numbers, found)
 
     def lookup(self, name: str) -> Value:
         """The value of a name; raises Unknown or ExpressionError."""
@@ -320,7 +328,7 @@ class _Scope:
 
 
 def _as_input(name: str, value: Any) -> Input:
-    """A field of a table: hardware has its units in the names."""
+    """A field of a table, some of which have their units in their names."""
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, Quantity):

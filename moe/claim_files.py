@@ -6,10 +6,10 @@ Files of the user join those of conf/claims/, and may not use an id again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -19,6 +19,8 @@ from moe.conf_files import conf_dir
 from moe.model import ModelShape
 from moe.parameters import active, count
 from moe.pools import weights_of
+
+T = TypeVar("T")
 
 
 def read_claims(folder: Path, taken: Mapping[str, Path]) -> dict[str, tuple[Claim, Path]]:
@@ -112,12 +114,19 @@ def model_fields(shape: ModelShape) -> dict[str, Any]:
     """
     fields = asdict(shape) | {"payload_width": shape.payload_width}
     fields["num_layers"] = shape.num_moe_layers + shape.num_dense_layers
-    try:
-        counted, weights = count(shape), weights_of(shape)
-    except UnknownShape:
+    fields["attention"]["values"] = _known(lambda: shape.attention.cached_values)
+    described = _known(lambda: (count(shape), weights_of(shape)))
+    if described is None:
         return fields | {"parameters": None}
+    counted, weights = described
     stored = ("expert", "matrices", "plain", "single", "lookup", "routed")
     fields["parameters"] = counted.by_part() | {name: getattr(weights, name) for name in stored}
     fields["parameters"] |= {"total": counted.total, "active": active(shape)}
-    fields["attention"]["values"] = shape.attention.cached_values
     return fields
+
+
+def _known(value: Callable[[], T]) -> T | None:
+    try:
+        return value()
+    except UnknownShape:
+        return None

@@ -40,9 +40,10 @@ def figures_of(commands: Iterable[Words]) -> dict[Words, dict[str, float]]:
 
 def _run(words: Words, folder: Path) -> dict[str, float]:
     try:
-        config = compose([*words, *ALWAYS, f"output_dir={folder}"])
-        if config.job != "emulate" or config.world_size > SMALL:
+        asked = compose(words)
+        if asked.job != "emulate" or asked.world_size > SMALL:
             raise ConfigError(f"must be an emulation of at most {SMALL} ranks")
+        config = compose([*words, *ALWAYS, f"output_dir={folder}"])
         check(config, config.world_size)
     except ConfigError as error:
         raise ClaimError(f"run.commands: {' '.join(words)}: {error}") from error
@@ -64,8 +65,8 @@ def counted(folder: Path) -> dict[str, float]:
 
     ranks, tokens, moe_layers, steps, top_k: of the run; tokens of all ranks
     rounds: exchanges of tokens that moved any byte: a phase of a layer in a step
-    payload_bytes, dispatch_payload_bytes: hidden and scales that left their rank, of all phases
-        and of dispatch
+    payload_bytes: hidden and scales of all phases, rows that stay on their rank included
+    network_payload_bytes, network_dispatch_bytes: those that left it, and of these the dispatch's
     expert_weight_bytes: weights of experts, in any phase, to any rank
     dispatched_rows: rows of dispatch, those that stay on their rank included
     most_ranks_of_a_token: the most ranks that the experts of one token lie on
@@ -78,7 +79,7 @@ def counted(folder: Path) -> dict[str, float]:
         kinds, phases = traffic["kinds"].tolist(), traffic["phases"].tolist()
         most = _most_ranks(routing["slots"], routing["slot_rank"])
     remote = ~np.eye(num_bytes.shape[-1], dtype=bool)
-    payload = num_bytes[:, :, :, [kinds.index(kind) for kind in PAYLOAD_KINDS]][..., remote]
+    payload = num_bytes[:, :, :, [kinds.index(kind) for kind in PAYLOAD_KINDS]]
     dispatch = phases.index("dispatch")
     return {
         "ranks": about["world_size"],
@@ -88,7 +89,8 @@ def counted(folder: Path) -> dict[str, float]:
         "top_k": about["shape"]["top_k"],
         "rounds": int((rows.sum(axis=(-1, -2)) > 0).sum()) * about["steps"],
         "payload_bytes": int(payload.sum()),
-        "dispatch_payload_bytes": int(payload[:, 0, dispatch].sum()),
+        "network_payload_bytes": int(payload[..., remote].sum()),
+        "network_dispatch_bytes": int(payload[:, 0, dispatch][..., remote].sum()),
         "expert_weight_bytes": int(num_bytes[:, :, :, kinds.index("expert_weights")].sum()),
         "dispatched_rows": int(rows[:, 0, dispatch].sum()),
         "most_ranks_of_a_token": most,

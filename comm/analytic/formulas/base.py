@@ -76,7 +76,7 @@ def _shown(value: Quantity | str) -> str:
 class Formula:
     """name: as a claim's file writes it; gives: unit of the result; text: what it is
 
-    drawn: the result comes from random numbers, which take a while
+    slow: takes a while, so that nobody asks for what would turn it
     """
 
     name: str
@@ -84,7 +84,7 @@ class Formula:
     gives: str
     text: str
     function: Callable[..., Iterator[Step]]
-    drawn: bool = False
+    slow: bool = False
 
     def steps(self, arguments: Mapping[str, Any]) -> tuple[Step, ...]:
         """All steps for accepted arguments; raises ValueError where the formula has no value."""
@@ -106,14 +106,14 @@ FORMULAS: dict[str, Formula] = {}
 
 
 def formula(
-    gives: str, drawn: bool = False, **parameters: Parameter
+    gives: str, slow: bool = False, **parameters: Parameter
 ) -> Callable[[Callable], Callable]:
     """Enter a generator of steps into the registry under its own name."""
 
     def enter(function: Callable[..., Iterator[Step]]) -> Callable[..., Iterator[Step]]:
         text = " ".join((function.__doc__ or "").split())
         FORMULAS[function.__name__] = Formula(
-            function.__name__, parameters, gives, text, function, drawn
+            function.__name__, parameters, gives, text, function, slow
         )
         return function
 

@@ -118,7 +118,7 @@ def nodes_with_limit(nodes: int, limit: int, num_experts: int, top_k: int) -> It
     yield Step("nodes_with_limit", f"mean of min({limit}, nodes hit without limit)", mean, "nodes")
 
 
-@formula("nodes", drawn=True, **GROUPS)
+@formula("nodes", slow=True, **GROUPS)
 def nodes_with_limit_by_two(nodes: int, limit: int, num_experts: int, top_k: int) -> Iterator[Step]:
     """The same where a group is ranked by the sum of its two best: DeepSeek-V3's own rule.
 

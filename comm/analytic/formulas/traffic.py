@@ -79,6 +79,7 @@ def static_run(
 
 @formula(
     "B",
+    slow=True,
     kind=Parameter(TEXT, f"what is counted: {', '.join(KINDS)}"),
     scope=Parameter(TEXT, f"where: {', '.join(SCOPES)}", default="remote"),
     dispatcher=Parameter(TEXT, "who sends: all_to_all, rank_dedup, ...", default="rank_dedup"),
