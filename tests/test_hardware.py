@@ -64,6 +64,16 @@ def test_the_makers_gb_is_not_one_unit():
         assert abs(one.reported_bytes - binary) < abs(one.reported_bytes - one.nominal_bytes)
 
 
+def test_whole_machines():
+    """64 of each: 9.02, 11.52, 18.43 TB; a rack of 72: 13.39 TB, and K3 fills 11.7 % of it."""
+    terabytes = {name: 64 * part(name).nominal_bytes / 1e12 for name in PUBLISHED}
+    names = ("h200_sxm", "b200_hgx", "b300_hgx")
+    assert [round(terabytes[name], 2) for name in names] == [9.02, 11.52, 18.43]
+    rack = 72 * part("gb200_nvl72").nominal_bytes
+    assert round(rack / 1e12, 2) == 13.39
+    assert round(100 * 1_560_860_324_864 / rack, 1) == 11.7
+
+
 def test_what_is_unknown_is_refused_with_the_key_to_set():
     custom = part("custom")
     with pytest.raises(UnknownHardware) as caught:
@@ -88,7 +98,7 @@ def test_the_measured_reach_is_that_of_the_next_larger_group():
     gb200 = part("gb200_nvl72")
     at_64 = gb200.reach("combine", 64)
     assert (at_64.ep_size, at_64.GBps, at_64.latency_us) == (64, 631.18, 32.6)
-    assert gb200.reach("dispatch", 17).ep_size == 32
+    assert [gb200.reach("dispatch", size).ep_size for size in (8, 17, 32)] == [8, 32, 32]
     assert gb200.reach("dispatch", 2).GBps == 753.28
     assert gb200.reach("dispatch", 72).latency_us == 27.8
     assert part("h100_sxm").reach("dispatch", 8) is None

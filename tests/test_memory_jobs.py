@@ -116,6 +116,8 @@ def test_what_keeps_an_accelerator_from_holding_its_share():
     memory, usual = 143_771 * 2**20, left()
     assert left("pools.reserve=0") - usual == pytest.approx(0.1 * memory)
     assert left("pools.buffer=none") - usual == 3_339_721_728
+    slots = "pools.redundant_experts=64"  # one more on each rank, and 64 slots in each buffer
+    assert left("pools.buffer=none", slots) - left(slots) == 2 * (2 * 960 * 128 * 7280 + 3840)
     rank_major = 2 * 64 * 128 * 7168
     assert left("pools.buffer=none") - left("pools.buffer=rank_major") == rank_major
     share = 92 * 14 * 17_547_264 + 114_404_258_816 / 2
@@ -149,6 +151,14 @@ def test_sequences_that_were_asked_for_and_do_not_fit(capsys):
     assert "accelerators hold all but sequences" not in text  # it is not the weights
     text = page(capsys, "pools", "hardware=b300_hgx", "ep_size=32", "pools.sequences=100000")
     assert "no lower tier that is known takes them" in text
+
+
+def test_lengths_that_no_sequence_needs_or_reaches(capsys):
+    """States alone outgrow the weights; a cache of windows never does."""
+    many = page(capsys, "pools", "ep_size=4096")
+    assert "or 61,440 sequences of any length" in many
+    windows = ("model.attention.full_layers=0", "model.attention.window_layers=36")
+    assert "of no length" in page(capsys, "pools", "model=gpt_oss_120b", *windows)
 
 
 def test_the_page_of_a_request(capsys):
@@ -198,6 +208,21 @@ def test_the_page_of_a_fabric(capsys):
 )
 def test_refusals_in_one_line(job, words, said):
     assert refusal(job, words).startswith(said)
+
+
+def test_the_quoted_page_is_printed(capsys):
+    """docs/memory.md: its text blocks, line by line and in order."""
+    text = (ROOT / "docs" / "memory.md").read_text()
+    blocks = [part.partition("```")[0].splitlines() for part in text.split("```text\n")[1:]]
+    commands = (("pools", *H200), ("request", "ep_size=64", "wire.dispatch=mxfp8"))
+    assert len(blocks) == len(commands)
+    for block, (job, *words) in zip(blocks, commands, strict=True):
+        assert f"wideep {job} {' '.join(words)}\n" in text
+        JOBS[job].launch(compose([f"job={job}", *words]))
+        lines, at = capsys.readouterr().out.splitlines(), 0
+        for line in block:
+            if line != "...":
+                at = lines.index(line, at) + 1
 
 
 def test_a_released_config_gives_the_same_page(capsys, tmp_path):

@@ -51,7 +51,10 @@ def _both(num_bytes: float) -> str:
 
 
 def _tokens(number: float) -> str:
-    return "never" if math.isinf(number) else f"{number:,.0f} tokens"
+    """A length at which something is outgrown; 0: states alone do it, inf: nothing does."""
+    if math.isinf(number):
+        return "no length"
+    return f"{number:,.0f} tokens" if number else "any length"
 
 
 def _stored(facts: Mapping[str, Any], width: int) -> list[Line]:
@@ -165,7 +168,7 @@ def _sequences(facts: Mapping[str, Any], width: int) -> list[Line]:
             continue
         what = "one copy of the weights" if name == "weights" else "the memory that is left"
         said[label] = (
-            f"{what}: at {out['sequences']:,} sequences of {tokens:,} tokens, or"
+            f"{what}: at {format_count(out['sequences'], 'sequence')} of {tokens:,} tokens, or"
             f" {format_count(out['of'], 'sequence')} of {_tokens(out['context'])}"
         )
     said["offload"] = _offload(facts["offload"])

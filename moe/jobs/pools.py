@@ -166,7 +166,7 @@ def _sequence(config: Config, plan: MemoryPlan) -> dict[str, float]:
         "constant_bytes": cache.constant_bytes,
         "bytes": cache.sequence_bytes(plan.context),
         "break_even": break_even_tokens(cache, linear),
-        "saved": saved_share(cache, linear, plan.context),
+        "saved": saved_share(cache, linear, plan.context) if linear else 0.0,
     }
 
 
