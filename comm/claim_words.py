@@ -9,7 +9,7 @@ from typing import Any
 from comm.analytic.quantity import Quantity, in_unit, show
 from comm.claim_changes import Change
 from comm.claim_form import Claim
-from comm.claims import Case, Line, Outcome
+from comm.claims import COUNTED, Case, Line, Outcome
 
 RELATION_WORDS = {
     "equals": "",
@@ -53,6 +53,7 @@ def _input(value: Quantity | str | None) -> str:
 def _case(claim: Claim, case: Case, changes: Iterable[Change]) -> dict[str, Any]:
     return {
         "setting": case.label,
+        "counted": case.setting == COUNTED,
         "found": f"{case.unknown} is unknown" if case.found is None else found(claim, case.found),
         "value": None if case.found is None else case.found.value,
         "holds": case.holds,

@@ -46,12 +46,16 @@ def _row(outcome: Outcome) -> list[Line]:
 
 
 def _found(cases: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The figures, from the least to the largest; apart where settings decide differently."""
+    """The figures, from the least to the largest; apart where settings decide differently, and what
+    a run has counted."""
     split = len({case["holds"] for case in cases}) > 1
     for holds in (True, False, None):
-        figures = [case["found"] for case in cases if case["holds"] is holds]
+        mark = f": {HOLDS[holds]}" if split else ""
+        alike = [case for case in cases if case["holds"] is holds]
+        figures = [case["found"] for case in alike if not case["counted"]]
         if figures:
-            yield _range(figures) + (f": {HOLDS[holds]}" if split else "")
+            yield _range(figures) + mark
+        yield from (f"run: {case['found']}{mark}" for case in alike if case["counted"])
 
 
 def _range(figures: Sequence[str]) -> str:
