@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 
 from comm.analytic.formulas import FORMULAS
 from comm.analytic.quantity import Quantity
-from comm.claim_form import Claim
-from comm.claims import Case, ClaimError, World, evaluate, names_of, value_of
+from comm.claim_form import Claim, ClaimError
+from comm.claim_scope import World, value_of
+from comm.claims import Case, evaluate, names_of
 
 FARTHEST, NARROWINGS = 10, 40  # factors of two, halvings
 

@@ -9,7 +9,8 @@ from typing import Any
 from comm.analytic.quantity import Quantity, in_unit, show
 from comm.claim_changes import Change
 from comm.claim_form import Claim
-from comm.claims import COUNTED, Case, Line, Outcome
+from comm.claim_scope import Line
+from comm.claims import COUNTED, Case, Outcome
 
 RELATION_WORDS = {
     "equals": "",

@@ -8,7 +8,8 @@ from pathlib import Path
 import yaml
 
 from comm.claim_form import Claim, read_claim
-from comm.claims import Outcome, World, evaluate
+from comm.claim_scope import World
+from comm.claims import Outcome, evaluate
 from moe.claim_files import read_claims, tables
 from moe.conf_files import conf_dir
 from moe.config import compose

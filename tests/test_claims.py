@@ -5,7 +5,8 @@ from claim_samples import all_claims, all_tables, entry, given, judged, outcome
 
 from comm.claim_changes import changes
 from comm.claim_form import VERDICTS, ClaimError, read_claim
-from comm.claims import World, evaluate, with_run
+from comm.claim_scope import World
+from comm.claims import evaluate, with_run
 
 WORLD = World(all_tables())
 

@@ -48,10 +48,14 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
     "comm.verdict": ("comm.analytic",),
     # Claims are worked out from formulas alone; what a run has counted is handed to them.
     "comm.claim_form": ("comm.analytic",),
-    "comm.claims": ("comm.analytic", "comm.claim_form"),
-    "comm.claim_changes": ("comm.analytic", "comm.claim_form", "comm.claims"),
+    "comm.claim_scope": ("comm.analytic", "comm.claim_form"),
+    "comm.claims": ("comm.analytic", "comm.claim_form", "comm.claim_scope"),
+    "comm.claim_changes": (
+        *("comm.analytic", "comm.claim_form", "comm.claim_scope", "comm.claims"),
+    ),
     "comm.claim_words": (
-        *("comm.analytic", "comm.claim_changes", "comm.claim_form", "comm.claims"),
+        *("comm.analytic", "comm.claim_changes", "comm.claim_form", "comm.claim_scope"),
+        "comm.claims",
     ),
     # The witness and its judge know neither the meter nor a prediction.
     "comm.reconcile": ("comm.verdict",),
@@ -126,7 +130,7 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
     "moe.jobs.claims": (
         *("moe.claim_files", "moe.conf_files", "moe.jobs.claim_runs", "moe.settings"),
         *("moe.version", "comm.analytic", "comm.claim_changes", "comm.claim_form"),
-        *("comm.claim_words", "comm.claims", "comm.report"),
+        *("comm.claim_scope", "comm.claim_words", "comm.claims", "comm.report"),
     ),
     "moe.jobs.predict": (*("moe.settings", "moe.version", "comm.analytic", "comm.report"),),
 }

@@ -15,8 +15,9 @@ from comm.analytic.expressions import nearest
 from comm.analytic.quantity import QuantityError
 from comm.claim_changes import changes
 from comm.claim_form import Claim, ClaimError, Input, read_input
+from comm.claim_scope import World
 from comm.claim_words import outcome_words
-from comm.claims import Outcome, World, evaluate, names_of, with_run
+from comm.claims import Outcome, evaluate, names_of, with_run
 from comm.report.answer import LABEL
 from comm.report.claims_page import claim_page, claims_page
 from comm.report.console import WIDTH, print_lines
