@@ -35,6 +35,7 @@ examples:
   wideep dispatcher=two_hop mode=training layers=2    forward and backward, once to each node
   wideep predict ep_size=64 topology.ranks_per_node=8 the numbers that others print, without a run
   wideep pools hardware=h200_sxm ep_size=64           memory, and how many accelerators it takes
+  wideep claims id=rounds_240                         what others say, worked out and judged
   wideep model=hf model.path=config.json              another model
   wideep bench bench.tokens=[256] bench.widths=[1024] one case of the benchmark
 """

@@ -59,7 +59,6 @@ FOUND = {
     "b300_64": [("", 18.43e12, 0.005e12)],
     "nvl72_memory": [("", 13.39e12, 0.005e12)],
     "nvl72_not_filled": [("", 0.117, 0.0005)],
-    "vendor_gb_decimal": [("", 185.0 * 2**30 / 186e9, 0.0005)],
     "one_moe_layer": [("", 92, 0)],
     "rounds_240": [("expert parallelism", 184, 0), ("tensor parallelism only", 0, 0)],
     "two_rounds_a_layer": [("", 2, 0)],
@@ -137,6 +136,8 @@ FOUND = {
 # (claim, setting, step) -> its figure: what the list says beside the verdict
 STEPS = {
     ("cache_saved_75", "1M tokens", "break_even"): (5653, 0.5),
+    ("vendor_gb_decimal", "", "gb200"): (185.0 * 2**30 / 186e9, 0.0005),
+    ("vendor_gb_decimal", "", "b300"): (275_040 * 2**20 / 288e9, 1e-9),
     ("kv_share_1", "8K in, 1K out, prefill apart", "cache"): (0.68e9, 0.005e9),
     ("kv_share_1", "8K in, 1K out, prefill apart", "all_to_all"): (130e9, 0.5e9),
     ("bandwidth_binds", "NVLink, nominal", "dispatch"): (7.4e-6, 0.05e-6),
