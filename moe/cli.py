@@ -35,6 +35,7 @@ examples:
   wideep dispatcher=two_hop mode=training layers=2    forward and backward, once to each node
   wideep predict ep_size=64 topology.ranks_per_node=8 the numbers that others print, without a run
   wideep pools hardware=h200_sxm ep_size=64           memory, and how many accelerators it takes
+  wideep claims id=rounds_240                         what others say, worked out and judged
   wideep sweep ep_size=8,16 dispatcher=all_to_all,two_hop layers=1    four runs, one table
   wideep compare a=results/one b=results/two          what differs, and which setting
   wideep export result=results/one to=nccl_tests      to replay it on a cluster

@@ -33,12 +33,16 @@ JOBS = {
     "pools": "memory of the machine, pool by pool, and how many accelerators it takes; no ranks",
     "request": "bytes of one request: all-to-all beside the transfer of its cache; no ranks",
     "fabric": "switch ports of a Clos fabric for so many accelerators; no ranks",
+    "claims": "what others say of such networks, each worked out and judged; no ranks",
     "doctor": "what this machine lacks for the run that the other words describe; no ranks",
     "sweep": "emulate, or job=predict, for every combination of KEY=v1,v2: one table, one page",
     "compare": "two results side by side: what differs, and which setting differs",
     "export": "a result in a format of other programs: replay it, look at it, load it",
 }
-RANKLESS = ("predict", "pools", "request", "fabric", "doctor", "sweep", "compare", "export")
+RANKLESS = (  # no ranks are started, or only by the runs inside
+    *("predict", "pools", "request", "fabric", "claims", "doctor"),
+    *("sweep", "compare", "export"),
+)
 IMAGINED = ("predict", "pools", "request")  # here ep_size says how many ranks to imagine
 UNUSED = {  # job -> the keys, or the first parts of keys, that mean nothing to it
     "emulate": ("bench",),
@@ -64,6 +68,7 @@ USED: dict[str, tuple[str, ...]] = {
     "sweep": ("output_dir", "sweep"),  # its other words are those of the runs
     "compare": ("a", "b"),
     "export": ("result", "to", "export", "output_dir"),
+    "claims": ("id", "run", "claims", "model"),
 }
 # key -> the jobs that it belongs to; what stands in no table any job may use
 JOBS_OF: dict[str, tuple[str, ...]] = {
@@ -77,6 +82,9 @@ JOBS_OF: dict[str, tuple[str, ...]] = {
     "result": ("export",),
     "to": ("export",),
     "export": ("export",),
+    "id": ("claims",),
+    "run": ("claims",),
+    "claims": ("claims",),
 }
 DTYPES = ("fp32", "bf16", "fp16")
 WIRES = ("fp32", "bf16", "fp16", "fp8_block128", "mxfp8", "mxfp4", "nvfp4")
@@ -198,6 +206,14 @@ class FaultConfig:
     step: int = key(0, "in which measured step", minimum=0)
 
 
+@dataclass(frozen=True)
+class ClaimsConfig:
+    path: str | None = key(None, "job=claims: a folder with claims of your own, *.yaml")
+    set: tuple[str, ...] | None = key(
+        None, "job=claims: other values of inputs, e.g. [context:8192,memory:141GiB]"
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """A whole run. moe.config.compose builds it, and nothing else should."""
@@ -273,6 +289,9 @@ class Config:
     request: RequestConfig = field(default_factory=RequestConfig)
     fabric: FabricConfig = field(default_factory=FabricConfig)
     fault: FaultConfig = field(default_factory=FaultConfig)
+    id: str | None = key(None, "job=claims: only this claim, or this row, in full")
+    run: bool = key(False, "job=claims: small runs decide the claims that a run can decide")
+    claims: ClaimsConfig = field(default_factory=ClaimsConfig)
 
     @property
     def world_size(self) -> int:

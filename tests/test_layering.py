@@ -57,6 +57,17 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
     ),
     "comm.analytic": ("comm.analytic", "comm.topology"),
     "comm.verdict": ("comm.analytic",),
+    # Claims are worked out from formulas alone; what a run has counted is handed to them.
+    "comm.claim_form": ("comm.analytic",),
+    "comm.claim_scope": ("comm.analytic", "comm.claim_form"),
+    "comm.claims": ("comm.analytic", "comm.claim_form", "comm.claim_scope"),
+    "comm.claim_changes": (
+        *("comm.analytic", "comm.claim_form", "comm.claim_scope", "comm.claims"),
+    ),
+    "comm.claim_words": (
+        *("comm.analytic", "comm.claim_changes", "comm.claim_form", "comm.claim_scope"),
+        "comm.claims",
+    ),
     # The witness and its judge know neither the meter nor a prediction.
     "comm.reconcile": ("comm.verdict",),
     "comm.kernel": ("torch", "comm.tcp", "comm.reconcile", "comm.world"),
@@ -145,6 +156,15 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
     "moe.predict_crossovers": ("moe.prediction", "comm.analytic"),
     "moe.jobs.predict": (
         *("moe.settings", "moe.version", "moe.prediction", "comm.analytic", "comm.report"),
+    ),
+    "moe.claim_files": (
+        *("moe.attention", "moe.conf_files", "moe.model", "moe.parameters", "moe.pools"),
+        "comm.claim_form",
+    ),
+    "moe.jobs.claims": (
+        *("moe.claim_files", "moe.conf_files", "moe.jobs.claim_runs", "moe.settings"),
+        *("moe.version", "comm.analytic", "comm.claim_changes", "comm.claim_form"),
+        *("comm.claim_scope", "comm.claim_words", "comm.claims", "comm.report"),
     ),
 }
 ENTRIES = {"moe.__main__", "moe.api"}  # who may start a job
