@@ -28,8 +28,9 @@ JOBS = {
     "bench": "time dispatch and combine against the raw all-to-all of the same bytes",
     "predict": "what uniform routing lets one expect, in every convention of the field; no ranks",
     "doctor": "what this machine lacks for the run that the other words describe; no ranks",
+    "report": "write report.html of a result again, also of a run that was killed; no ranks",
 }
-RANKLESS = ("predict", "doctor")
+RANKLESS = ("predict", "doctor", "report")
 UNUSED = {  # job -> the keys, or the first parts of keys, that mean nothing to it
     "emulate": ("bench",),
     "bench": (
@@ -48,9 +49,9 @@ UNUSED = {  # job -> the keys, or the first parts of keys, that mean nothing to 
     ),
 }
 # job -> all keys that it uses, for jobs that use few
-USED: dict[str, tuple[str, ...]] = {}
+USED: dict[str, tuple[str, ...]] = {"report": ("result",)}
 # key -> the jobs that it belongs to; what stands in no table any job may use
-JOBS_OF: dict[str, tuple[str, ...]] = {}
+JOBS_OF: dict[str, tuple[str, ...]] = {"report": ("emulate",), "result": ("report",)}
 DTYPES = ("fp32", "bf16", "fp16")
 WIRES = ("fp32", "bf16", "fp16", "fp8_block128", "mxfp8", "mxfp4", "nvfp4")
 REPLICA_CHOICES = ("round_robin", "random", "nearest")
@@ -225,10 +226,12 @@ class Config:
     kernel: bool = key(True, "check the counted bytes against the kernel's counters of TCP")
     record_routing: bool = key(False, "keep topk_ids and weights in routing.npz")
     traffic_csv: bool = key(True, "write the non-zero cells of the traffic to traffic.csv too")
+    report: bool = key(True, "write report.html, the page in pictures, where matplotlib is there")
     timeout_s: float = key(60.0, "seconds that a rank waits for the others")
     output_dir: str | None = key(
         None, "a new folder for the results; null: results/<time>-<model>-<dispatcher>"
     )
+    result: str | None = key(None, "job=report: the folder of a result")
     bench: BenchConfig = field(default_factory=BenchConfig)
     fault: FaultConfig = field(default_factory=FaultConfig)
 
