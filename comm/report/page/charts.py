@@ -21,7 +21,7 @@ WIDTH = 5.4  # inches: narrow, so that the letters are large enough on a phone
 NAMES = ("ink", "soft", "c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8")
 COLOURS = {name: f"#0000{number:02x}" for number, name in enumerate(NAMES, 1)}
 INK, SOFT, *SERIES = COLOURS.values()
-LEFT, RIGHT = 0.17, 0.98
+NARROW, BROAD = 0.15, 0.24  # room for the words at the left, in widths of the picture
 SETTINGS = {
     "svg.fonttype": "none",
     "font.size": 9,
@@ -50,11 +50,19 @@ def library_is_there() -> bool:
 
 
 def chart(
-    name: str, alt: str, height: float, paint: Callable[..., None], heights: Sequence[float] = (1,)
+    name: str,
+    alt: str,
+    height: float,
+    paint: Callable[..., None],
+    heights: Sequence[float] = (1,),
+    left: float = NARROW,
+    sharex: bool = False,
+    titled: bool = True,
 ) -> Markup:
     """One picture. `paint` is given the axes, one below the other.
 
     name: unique on the page; alt: the picture in words; height: inches; heights: of the axes
+    left: room for words at the left; sharex: axes have the same x; titled: or named by x
     """
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -63,9 +71,12 @@ def chart(
     with matplotlib.rc_context({**SETTINGS, "svg.hashsalt": name}):
         drawn = Figure(figsize=(WIDTH, height))
         FigureCanvasSVG(drawn)
-        margins = {"left": LEFT, "right": RIGHT, "bottom": 0.5 / height, "top": 1 - 0.28 / height}
+        below, above = (0.5, 0.28) if titled else (0.3, 0.06)  # inches for titles and labels
+        margins = {"left": left, "right": 0.97, "bottom": below / height, "top": 1 - above / height}
         axes = drawn.subplots(
-            len(heights), gridspec_kw={"height_ratios": heights, **margins, "hspace": 0.55}
+            len(heights),
+            sharex=sharex,
+            gridspec_kw={"height_ratios": heights, **margins, "hspace": 0.3 if sharex else 0.55},
         )
         paint(*(axes if len(heights) > 1 else [axes]))
         buffer = io.StringIO()

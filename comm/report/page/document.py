@@ -30,10 +30,8 @@ def write_page(folder: Path) -> Path:
 
     Raises ValueError for a folder that has neither; ImportError without matplotlib.
     """
-    if (folder / "run.json").is_file():
-        text = page(Result.read(folder))
-    else:
-        text = unfinished_page(folder)
+    finished = (folder / "run.json").is_file()
+    text = page(Result.read(folder)) if finished else unfinished_page(folder)
     write_whole(folder / NAME, lambda file: file.write(text.encode()))
     return folder / NAME
 

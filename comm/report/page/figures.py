@@ -50,7 +50,7 @@ def layers(result: Result) -> Markup:
         for phase, one in zip(phases, series, strict=True)
     )
     alt = f"Bars of the network bytes of {len(result.layers)} layers. {'; '.join(sums)}."
-    picture = chart("layers", alt, 1.35 * sum(heights) + 0.8, paint, heights)
+    picture = chart("layers", alt, 1.2 * sum(heights) + 0.8, paint, heights, sharex=True)
     caption = (
         "Bytes that left their rank. Bars: counted; ticks: exact, from the recorded routing;"
         " points: what the router's law lets one expect, with one standard deviation; dashes: the"
@@ -170,7 +170,8 @@ def load(result: Result) -> Markup:
         if choices is not None:
             for row in choices:
                 axes[2].plot(np.sort(row)[::-1], color=SERIES[2], linewidth=0.6, alpha=0.7)
-            axes[2].set_title("choices of each expert, most chosen first, a line a layer")
+            axes[2].set_title("choices of each expert, a line a layer")
+            axes[2].set_xlabel("experts, the most chosen first")
 
     count = 2 if choices is None else 3
     alt = (

@@ -239,7 +239,8 @@ def _framed(
         f'<text x="50" y="-6.5">to {ends}</text>'
         f'<text x="-6.5" y="50" transform="rotate(-90 -6.5 50)">from {ends}</text></svg>'
     )
-    caption = element("figcaption", element("b", title), Markup("<br>"), legend, " ", note)
+    parts = [part for part in (legend, note) if part]
+    caption = element("figcaption", element("b", title), Markup("<br>"), join(parts, "<br>"))
     return element("figure", svg, caption, class_="heat")
 
 

@@ -14,6 +14,9 @@ class Markup(str):
 
     __slots__ = ()
 
+    def __add__(self, other: object) -> Markup:
+        return Markup(str(self) + str(text(other)))
+
 
 def text(value: object) -> Markup:
     """Any value as text of the page; a Markup stays what it is."""

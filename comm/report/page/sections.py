@@ -12,7 +12,7 @@ from comm.report import answer
 from comm.report.conventions_page import REMOTE
 from comm.report.figures import FACTOR_NAMES, FACTOR_WORDS
 from comm.report.layout import Line
-from comm.report.page.charts import SERIES, SOFT, bytes_axis, chart
+from comm.report.page.charts import BROAD, SERIES, SOFT, bytes_axis, chart
 from comm.report.page.html import (
     Markup,
     element,
@@ -101,7 +101,7 @@ def headline(record: Record) -> Markup:
     alt = (
         f"Waterfall of bytes: {'; '.join(f'{step[0]} {format_bytes(step[2])}' for step in steps)}."
     )
-    picture = chart("waterfall", alt, 0.28 * len(steps) + 0.8, paint)
+    picture = chart("waterfall", alt, 0.28 * len(steps) + 0.4, paint, left=BROAD, titled=False)
     rows = [(name, factor, format_bytes(round(left)), words) for name, factor, left, words in steps]
     caption = (
         f"{figures['formula']}, one way, and what each factor leaves of it until the bytes that"
@@ -155,7 +155,8 @@ def full_scale(record: Record) -> Markup:
         " metadata."
     )
     notes = paragraph("Not scaled: " + "; ".join(full["assumptions"]) + ".")
-    return figure(chart("full", alt + ".", 1.8, paint), caption, _full_table(record, full)) + notes
+    picture = chart("full", f"{alt}.", 1.4, paint, titled=False)
+    return figure(picture, caption, _full_table(record, full)) + notes
 
 
 def _full_table(record: Record, full: Mapping[str, Any]) -> Markup:
