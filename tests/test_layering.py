@@ -9,7 +9,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-WATCHED = ("comm", "moe", "torch", "hydra", "omegaconf", "rich", "safetensors", "tests")
+WATCHED = (
+    "comm",
+    "moe",
+    "torch",
+    "hydra",
+    "omegaconf",
+    "rich",
+    "safetensors",
+    "matplotlib",
+    "tests",
+)
 
 PURE = {
     "comm.topology": (),
@@ -50,6 +60,9 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
     "comm.reconcile": ("comm.verdict",),
     "comm.kernel": ("torch", "comm.tcp", "comm.reconcile", "comm.world"),
     "comm.interfaces": ("comm.verdict",),
+    # Nor rich: a page in HTML is no page of a terminal. Only `charts` may draw.
+    "comm.report.page.charts": ("matplotlib", "comm.report.page.html", "comm.report.units"),
+    "comm.report.page": ("comm.report", "comm.topology"),
     "comm.report": ("rich", "comm.report", "comm.topology", "comm.analytic.rows"),
     "moe.version": (),
     "moe.philox": (),
@@ -89,6 +102,7 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
         *("torch", "moe.diagnosis", "moe.fitness", "moe.probes", "moe.settings", "moe.version"),
         *("comm.memory", "comm.report"),
     ),
+    "moe.jobs.report": ("moe.settings", "comm.report"),
     "moe.jobs.predict": (*("moe.settings", "moe.version", "comm.analytic", "comm.report"),),
 }
 HYDRA_ALLOWED = {"moe.config", "moe.conf_files", "moe.__main__"}

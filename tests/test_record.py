@@ -76,7 +76,7 @@ def test_record_follows_its_schema(name: str) -> None:
 
 
 ADDED = {  # since the first records of version 1
-    "$": ("conventions", "choices", "wire_errors", "placement", "kernel"),
+    "$": ("conventions", "choices", "wire_errors", "placement", "kernel", "fan_out", "report_html"),
     "totals": ("backward", "outside"),
     "correctness": ("gradient_bound",),
     "balance": ("layers",),

@@ -95,6 +95,7 @@ def _inline(name: str, alt: str, svg: str) -> Markup:
     body = re.sub(r'\bid="', f'id="{name}-', body)
     body = re.sub(r'(href="|url\()#', rf"\1#{name}-", body).replace("xlink:href", "href")
     body = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", body)
+    body = re.sub(r"(font-size: [\d.]+px); font-family: [^;\"]*", r"\1", body)
     for colour, value in COLOURS.items():
         body = body.replace(value, f"var(--{colour})")
     head = f'<svg class=chart {view[0]} role="img" aria-label="{html.escape(alt)}">'

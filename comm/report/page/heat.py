@@ -50,7 +50,8 @@ def pairs_section(result: Result) -> Markup:
         )
         for phase, layer, total, body in there
     ]
-    return join([element("form", *lists, class_="choose", hidden=""), *shown])
+    form = element("form", *lists, class_="choose", hidden="")
+    return join([frames(result.node_of_rank), form, *shown])
 
 
 def _list(name: str, options: Sequence[str], chosen: str) -> Markup:
@@ -82,22 +83,22 @@ def panel(
     """Counted, predicted and difference of one phase: int64 [R, R] each, and by node."""
     nodes = result.node_of_rank
     most = int(counted.max())
-    pictures = [heat_map(counted, nodes, f"c-{key}", f"Counted: {what}", most)]
+    pictures = [heat_map(counted, f"c-{key}", f"Counted: {what}", most)]
     if apart is not None:
         exact = counted - apart
         most = max(most, int(exact.max()))
         pictures = [
-            heat_map(counted, nodes, f"c-{key}", f"Counted: {what}", most),
-            heat_map(exact, nodes, f"p-{key}", f"Predicted: {what}", most,
+            heat_map(counted, f"c-{key}", f"Counted: {what}", most),
+            heat_map(exact, f"p-{key}", f"Predicted: {what}", most,
                      again=None if apart.any() else f"c-{key}"),
-            difference_map(apart, nodes, f"d-{key}", what),
+            difference_map(apart, f"d-{key}", what),
         ]  # fmt: skip
     if nodes.max() > 0:
         by_node = between_nodes(counted, nodes)
         away = int(by_node.sum() - by_node.trace())
         title = f"Node x node: {what}"
         pictures.append(
-            heat_map(by_node, np.arange(len(by_node)), f"n-{key}", title, int(by_node.max()),
+            heat_map(by_node, f"n-{key}", title, int(by_node.max()),
                      ends="node", note=f"{format_bytes(away)} between nodes")
         )  # fmt: skip
     tables = [folded("Table of these numbers", _pair_table(counted, apart))]
@@ -111,16 +112,16 @@ def _kernel_panel(result: Result):
     acked, must = (result.arrays.get(name) for name in ("acked", "acked_expected"))
     if acked is None:
         return None
-    nodes, counted = result.node_of_rank, result.counted.sum(axis=(0, 1, 2))
+    counted = result.counted.sum(axis=(0, 1, 2))
     away = counted * (1 - np.eye(len(counted), dtype=np.int64))
     most = int(max(acked.max(), away.max()))
     pictures = [
-        heat_map(away, nodes, "c-whole", "Counted, what left its rank: whole run", most),
-        heat_map(acked, nodes, "k-whole", "Kernel, acknowledged by TCP: whole run", most),
+        heat_map(away, "c-whole", "Counted, what left its rank: whole run", most),
+        heat_map(acked, "k-whole", "Kernel, acknowledged by TCP: whole run", most),
     ]
     header, rows = ["from -> to", "counted", "acknowledged", "more than counted"], None
     if must is not None:
-        pictures.append(difference_map(acked - must, nodes, "e-whole", "kernel less counted with"
+        pictures.append(difference_map(acked - must, "e-whole", "kernel less counted with"
                                        " what gloo adds"))  # fmt: skip
         header = [*header, "what gloo adds", "left over"]
     rows = [
@@ -164,7 +165,6 @@ def between_nodes(cells: np.ndarray, nodes: np.ndarray) -> np.ndarray:
 
 def heat_map(
     cells: np.ndarray,
-    nodes: np.ndarray,
     name: str,
     title: str,
     most: int,
@@ -183,10 +183,10 @@ def heat_map(
         image = _image(name, shades(cells, 0, most), palette(RAMP))
     bar = f"<span class=ramp></span> {text(format_bytes(most, 3))}"
     legend = Markup(f"0 {bar}" if most else "nothing was sent")
-    return _framed(image, nodes, alt, ends, title, legend, note)
+    return _framed(image, len(cells), alt, ends, title, legend, note)
 
 
-def difference_map(cells: np.ndarray, nodes: np.ndarray, name: str, what: str) -> Markup:
+def difference_map(cells: np.ndarray, name: str, what: str) -> Markup:
     """Counted less predicted: blue for too few, red for too many, empty where they agree."""
     most = int(np.abs(cells).max())
     pairs = int(np.count_nonzero(cells))
@@ -195,7 +195,7 @@ def difference_map(cells: np.ndarray, nodes: np.ndarray, name: str, what: str) -
     image = _image(name, shades(cells, -most, most), palette(SIGNED)) if most else Markup("")
     bar = f"{format_bytes(most, 3)} too few <span class='ramp signed'></span> too many"
     legend = Markup(bar if most else "")
-    return _framed(image, nodes, f"{title}: {note}.", "rank", title, legend, note)
+    return _framed(image, len(cells), f"{title}: {note}.", "rank", title, legend, note)
 
 
 def _in_words(cells: np.ndarray, ends: str) -> str:
@@ -219,29 +219,42 @@ def _image(name: str, indices: np.ndarray, colours: np.ndarray) -> Markup:
 
 
 def _framed(
-    image: Markup, nodes: np.ndarray, alt: str, ends: str, title: str, legend: Markup, note: str
+    image: Markup, size: int, alt: str, ends: str, title: str, legend: Markup, note: str
 ) -> Markup:
-    """The picture with its ranks, the borders of nodes, and what its colours mean."""
-    size = len(nodes)
-    cell = SIDE / size
-    borders = np.flatnonzero(np.diff(nodes)) + 1 if ends == "rank" else []
-    lines = "".join(f"M{b * cell:.2f} 0V{SIDE:g}M0 {b * cell:.2f}H{SIDE:g}" for b in list(borders))
-    step = -(-size // TICKS)
-    marks = "".join(
-        f'<text x="{(i + 0.5) * cell:.2f}" y="-1.5">{i}</text>'
-        f'<text x="-1.5" y="{(i + 0.5) * cell + 1.3:.2f}" class=left>{i}</text>'
-        for i in range(0, size, step)
-    )
-    frame = f"M0 0H{SIDE:g}V{SIDE:g}H0Z"
+    """The picture in its frame, and what its colours mean."""
     svg = Markup(
         f'<svg class=map viewBox="-11 -11 112 112" role="img" aria-label="{text(alt)}">{image}'
-        f'<path d="{frame}" class=frame /><path d="{lines}" class=border />{marks}'
-        f'<text x="50" y="-6.5">to {ends}</text>'
-        f'<text x="-6.5" y="50" transform="rotate(-90 -6.5 50)">from {ends}</text></svg>'
+        f'<use href="#frame-{ends}-{size}"/></svg>'
     )
     parts = [part for part in (legend, note) if part]
     caption = element("figcaption", element("b", title), Markup("<br>"), join(parts, "<br>"))
     return element("figure", svg, caption, class_="heat")
+
+
+def frames(nodes: np.ndarray) -> Markup:
+    """What all pictures have in common, drawn once: the numbers of ranks, the borders of nodes."""
+    borders = np.flatnonzero(np.diff(nodes)) + 1
+    number = int(nodes.max()) + 1
+    both = _frame("rank", len(nodes), borders.tolist()) + _frame("node", number, [])
+    return Markup(
+        f'<svg width="0" height="0" aria-hidden="true" class=defs><defs>{both}</defs></svg>'
+    )
+
+
+def _frame(ends: str, size: int, borders: Sequence[int]) -> Markup:
+    cell = SIDE / size
+    lines = "".join(f"M{b * cell:.2f} 0V{SIDE:g}M0 {b * cell:.2f}H{SIDE:g}" for b in borders)
+    marks = "".join(
+        f'<text x="{(i + 0.5) * cell:.2f}" y="-1.5">{i}</text>'
+        f'<text x="-1.5" y="{(i + 0.5) * cell + 1.3:.2f}" class=left>{i}</text>'
+        for i in range(0, size, -(-size // TICKS))
+    )
+    square = f"M0 0H{SIDE:g}V{SIDE:g}H0Z"
+    return Markup(
+        f'<g id="frame-{ends}-{size}" class=ticks><path d="{square}" class=frame />'
+        f'<path d="{lines}" class=border />{marks}<text x="50" y="-6.5">to {ends}</text>'
+        f'<text x="-6.5" y="50" transform="rotate(-90 -6.5 50)">from {ends}</text></g>'
+    )
 
 
 def _pair_table(counted: np.ndarray, apart: np.ndarray | None) -> Markup:

@@ -53,7 +53,7 @@ def table(header: Sequence[object], rows: Iterable[Sequence[object]], words: int
             f"<td class=w>{text(cell)}</td>" if i < words else f"<td>{text(cell)}</td>"
             for i, cell in enumerate(more, 1)
         )
-        return f"<tr><th scope=row>{text(first)}</th>{''.join(others)}</tr>"
+        return f"<tr><th>{text(first)}</th>{''.join(others)}</tr>"
 
     head = "".join(
         f"<th scope=col{' class=w' if i < words else ''}>{text(cell)}</th>"
