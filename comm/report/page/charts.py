@@ -10,6 +10,7 @@ from __future__ import annotations
 import html
 import importlib.util
 import io
+import logging
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -64,11 +65,15 @@ def chart(
     name: unique on the page; alt: the picture in words; height: inches; heights: of the axes
     left: room for words at the left; sharex: axes have the same x; titled: or named by x
     """
+    # What it has to say of its cache and of fonts is nothing that a run should print.
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context({**SETTINGS, "svg.hashsalt": name}):
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()  # whatever a matplotlibrc of the user says
+        matplotlib.rcParams.update({**SETTINGS, "svg.hashsalt": name})
         drawn = Figure(figsize=(WIDTH, height))
         FigureCanvasSVG(drawn)
         below, above = (0.5, 0.28) if titled else (0.3, 0.06)  # inches for titles and labels
