@@ -92,7 +92,7 @@ run_job() {
     esac
   done
   case ${1:-} in *=*) ;; ?*) job=$1 ;; esac
-  case "$job" in sweep | compare | export) exec "$python" -m moe "$@" ;; esac # one machine's
+  case "$job" in sweep | compare | export | report) exec "$python" -m moe "$@" ;; esac # one machine's
   if [ "$job" != predict ] && several_machines; then exec "$python" -m moe.machines "$@"; fi
   "$python" -m moe --check "$@" || exit # with the status of the check, before any rank starts
   # Forked ranks share one torch: quicker to come, for bench, and the only way to have many here.

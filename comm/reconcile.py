@@ -87,11 +87,12 @@ class KernelLog:
 @dataclass(frozen=True)
 class Reconciliation:
     """verdict; summary: for run.json, None where nothing was read; acked: int64 [R, R] of all
-    groups, likewise"""
+    groups, likewise; expected: what must have been acknowledged, by the counted bytes"""
 
     verdict: Verdict
     summary: dict[str, Any] | None = None
     acked: Matrix | None = None
+    expected: Matrix | None = None
 
 
 @dataclass(frozen=True)
@@ -138,13 +139,14 @@ def reconcile(
         return Reconciliation(not_available("kernel", reason))
     law = _law(groups[0])
     world = len(logs)
-    booked, acked = np.zeros((world, world), np.int64), np.zeros((world, world), np.int64)
+    booked, acked, expected = (np.zeros((world, world), np.int64) for _ in range(3))
     for group in groups:
         pairs = np.ix_(group.ranks, group.ranks)
         booked[pairs] += group.sent.payload
         acked[pairs] += group.acked
+        expected[pairs] += law.acked(group.sent)
     verdict = _misfit(groups, law) or _unbooked(counted, booked) or _verdict(groups, law)
-    return Reconciliation(verdict, _summary(groups, law, logs), acked)
+    return Reconciliation(verdict, _summary(groups, law, logs), acked, expected)
 
 
 def _groups(logs: Sequence[KernelLog], carried: Sequence[Mapping[int, Matrix]]) -> Iterator[_Group]:

@@ -29,13 +29,14 @@ def emulate(*settings: Settings, show: bool = False, **keys: Any) -> Result:
         wire={"dispatch": "mxfp8"}, and with the name of the option where it is one of a group,
         router={"name": "skew", "max_over_mean": 2}
     show: print the page of the run
-    The files are in `result.folder`: output_dir, or a new folder in ./results.
+    The files are in `result.folder`: output_dir, or a new folder in ./results; with report=True
+    report.html, too.
     """
     from comm.report.reading import Result
     from moe.fitness import check
     from moe.jobs.emulate import run
 
-    config = _config("emulate", settings, keys)
+    config = _config("emulate", ("report=false", *settings), keys)  # the last of a key wins
     check(config, config.world_size)
     return Result(run(config, page=show))
 

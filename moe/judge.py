@@ -20,12 +20,13 @@ from comm.analytic.headline import Headline, headline_of_run
 from comm.analytic.law import NoLaw
 from comm.analytic.oracle import ExactTraffic, exact_traffic
 from comm.analytic.paths import answered_pairs
+from comm.analytic.reach import expected_reach, reached
 from comm.analytic.run import RunShape
 from comm.analytic.traffic import ExpectedTraffic, expected_traffic
 from comm.interfaces import between_hosts, interfaces_verdict
 from comm.meter import Traffic
 from comm.reconcile import reconcile
-from comm.report.record import RunInputs, build_record
+from comm.report.record import RunInputs, build_record, differing
 from comm.verdict import (
     Verdict,
     conserved_verdict,
@@ -45,12 +46,12 @@ from moe.routings import Case, Routing
 @dataclass(frozen=True)
 class Judgement:
     """record: the run.json dictionary; traffic: what the other files are made of
-    acked: int64 [src, dst], bytes that TCP acknowledged; None where the kernel was not asked
+    arrays: what else belongs into traffic.npz (docs/run_record.md)
     """
 
     record: dict[str, Any]
     traffic: Traffic
-    acked: np.ndarray | None = None
+    arrays: dict[str, np.ndarray]
 
     @property
     def status(self) -> int:
@@ -65,10 +66,12 @@ def judge(
     manifest: Mapping[str, Any],
     folder: Path,
     progress: Callable[[], None] = lambda: None,
+    report_html: str = "off",
 ) -> Judgement:
     """Hold a run against its predictions. `progress` is called after each reference layer.
 
     gradients: errors of each layer's gradients, in training
+    report_html: what becomes of it, for the record
     """
     traffic = Traffic.assemble([log.meter for log in logs])
     run, routing = case.run, case.routing
@@ -80,6 +83,7 @@ def judge(
     sent = traffic.bytes.sum(axis=(0, 1, 2, 3))
     kernel = reconcile([log.kernel for log in logs], [log.meter.carried for log in logs], sent)
     hosts = between_hosts([log.seen for log in logs], sent, traffic.collectives)
+    expert_rows = _expert_rows(routing, plan.shape.num_experts)
     verdicts = [
         exact_verdict(traffic, exact),
         conserved_verdict(traffic, answered_pairs(run), plan.training),
@@ -99,7 +103,7 @@ def judge(
             tiers=tiers,
             verdicts=verdicts,
             headline=_headline(plan, run, traffic, exact),
-            expert_rows=_expert_rows(routing, plan.shape.num_experts),
+            expert_rows=expert_rows,
             status=exit_status(verdicts),
             result_dir=str(folder),
             seconds={
@@ -122,9 +126,19 @@ def judge(
             placement=placement_report(run, routing) if plan.replicates else None,
             kernel=kernel.summary,
             interfaces=hosts,
+            fan_out=_fan_out(plan, run, routing),
+            report_html=report_html,
         )
     )
-    return Judgement(record, traffic, kernel.acked)
+    arrays = {
+        "differing": differing(traffic, exact),
+        "expert_choices": expert_rows,
+        "seconds": traffic.seconds,
+        "acked": kernel.acked,
+        "acked_expected": kernel.expected,
+    }
+    there = {name: array for name, array in arrays.items() if array is not None}
+    return Judgement(record, traffic, there)
 
 
 def _expected(plan: Plan, run: RunShape) -> tuple[ExpectedTraffic | None, str]:
@@ -132,16 +146,33 @@ def _expected(plan: Plan, run: RunShape) -> tuple[ExpectedTraffic | None, str]:
     law, config = plan.routing.law, plan.config
     if isinstance(law, NoLaw):
         return None, f"router={config.router.name}: {law.reason}"
-    active = np.stack(
-        [
-            np.stack([plan.routing.active_tokens(step, layer) for layer in range(plan.num_layers)])
-            for step in range(config.steps)
-        ]
-    )
-    found = expected_traffic(run, law, active)
+    found = expected_traffic(run, law, _active_tokens(plan))
     if isinstance(found, NoLaw):
         return None, found.reason
     return found, ""
+
+
+def _active_tokens(plan: Plan) -> np.ndarray:
+    """[steps, L, R] tokens that chose any expert"""
+    return np.stack(
+        [
+            np.stack([plan.routing.active_tokens(step, layer) for layer in range(plan.num_layers)])
+            for step in range(plan.config.steps)
+        ]
+    )
+
+
+def _fan_out(plan: Plan, run: RunShape, routing: Routing) -> dict[str, Any]:
+    """Tokens by the number of ranks that they reach, counted and in closed form."""
+    law = plan.routing.law
+    active = None if isinstance(law, NoLaw) else _active_tokens(plan)
+    expected = expected_reach(run, law, active)
+    unknown = isinstance(expected, NoLaw)
+    return {
+        "tokens": reached(run, routing.topk_ids, routing.slots),
+        "expected": None if unknown else expected,
+        "reason": expected.reason if unknown else "",
+    }
 
 
 def _headline(plan: Plan, run: RunShape, traffic: Traffic, exact: ExactTraffic) -> Headline:

@@ -38,10 +38,11 @@ JOBS = {
     "sweep": "emulate, or job=predict, for every combination of KEY=v1,v2: one table, one page",
     "compare": "two results side by side: what differs, and which setting differs",
     "export": "a result in a format of other programs: replay it, look at it, load it",
+    "report": "write report.html of a result again, also of a run that was killed; no ranks",
 }
 RANKLESS = (  # no ranks are started, or only by the runs inside
     *("predict", "pools", "request", "fabric", "claims", "doctor"),
-    *("sweep", "compare", "export"),
+    *("sweep", "compare", "export", "report"),
 )
 IMAGINED = ("predict", "pools", "request")  # here ep_size says how many ranks to imagine
 UNUSED = {  # job -> the keys, or the first parts of keys, that mean nothing to it
@@ -68,6 +69,7 @@ USED: dict[str, tuple[str, ...]] = {
     "sweep": ("output_dir", "sweep"),  # its other words are those of the runs
     "compare": ("a", "b"),
     "export": ("result", "to", "export", "output_dir"),
+    "report": ("result",),
     "claims": ("id", "run", "claims", "model"),
 }
 # key -> the jobs that it belongs to; what stands in no table any job may use
@@ -79,7 +81,8 @@ JOBS_OF: dict[str, tuple[str, ...]] = {
     "sweep": ("sweep",),
     "a": ("compare",),
     "b": ("compare",),
-    "result": ("export",),
+    "report": ("emulate",),
+    "result": ("export", "report"),
     "to": ("export",),
     "export": ("export",),
     "id": ("claims",),
@@ -273,6 +276,7 @@ class Config:
     kernel: bool = key(True, "check the counted bytes against the kernel's counters of TCP")
     record_routing: bool = key(False, "keep topk_ids and weights in routing.npz")
     traffic_csv: bool = key(True, "write the non-zero cells of the traffic to traffic.csv too")
+    report: bool = key(True, "write report.html, the page in pictures, where matplotlib is there")
     timeout_s: float = key(60.0, "seconds that a rank waits for the others")
     output_dir: str | None = key(
         None, "a new folder for the results; null: results/<time>-<model>-<dispatcher>"

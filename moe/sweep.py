@@ -94,7 +94,8 @@ def _planned(
 ) -> Planned:
     values = tuple(map(_value, combination))
     try:
-        words = _with_ranks(job, [*settings, *combination])
+        quick = ["report=false"] if job == "emulate" else []  # the sweep has a page of its own
+        words = _with_ranks(job, [*quick, *settings, *combination])
         config = compose([f"job={job}", *words])
         if total is not None:
             config = compose([f"job={job}", *words, _shared(total, config)])

@@ -89,7 +89,9 @@ def router_runs(base):
 
 def at_laptop_scale(name, topology=None):
     """Judgement 4: the default run, in every detail that routing and widths depend on."""
-    config = compose(["ranks=8", "warmup=0", "reference=false", "traffic_csv=false"])
+    config = compose(
+        ["ranks=8", "warmup=0", "reference=false", "traffic_csv=false", "report=false"]
+    )
     return replace(
         config, dispatcher=VARIANTS[name], topology=topology or config.topology, output_dir=None
     )

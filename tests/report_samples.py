@@ -20,6 +20,7 @@ from comm.analytic.law import Uniform
 from comm.analytic.oracle import ExactTraffic, exact_traffic
 from comm.analytic.owners import expert_owner, one_slot_each
 from comm.analytic.paths import answered_pairs
+from comm.analytic.reach import expected_reach, reached
 from comm.analytic.run import RunShape
 from comm.analytic.traffic import expected_traffic
 from comm.report.record import RunInputs, build_record
@@ -134,6 +135,7 @@ def sample_inputs(
     tiers = Topology.blocks(ranks, ranks_per_node).tiers()
     traffic = counted(exact)
     expected = expected_traffic(run, Uniform()) if router == "uniform" else None
+    replicated = placement in ("balance", "file")
     chosen, kept = int((ids >= 0).sum()), int(kept_choices(run, ids, slots).sum())
     dispatched = traffic.bytes[:, 0, 0].sum(axis=0)
     verdicts = _verdicts(run, traffic, exact, tiers, expected, router)
@@ -173,6 +175,14 @@ def sample_inputs(
         placement=_placed(run) if placement in ("balance", "file") else None,
         kernel=_acknowledged(traffic),
         interfaces=[_interface(node) for node in range(2)] if ranks_per_node < ranks else (),
+        fan_out={
+            "tokens": reached(run, ids, slots),
+            "expected": None
+            if router != "uniform" or replicated
+            else expected_reach(run, Uniform()),
+            "reason": f"router={router}" if router != "uniform" or replicated else "",
+        },
+        report_html="written",
     )
 
 

@@ -39,7 +39,8 @@ def base_config(model="kimi_k3", **changes):
     """A quick run: one narrow layer, few tokens, everything recorded."""
     config = compose(
         [f"model={model}", "scale.hidden_size=64", "scale.intermediate_size=16", "layers=1",
-         "tokens=8", "warmup=0", "record_routing=true", "traffic_csv=false"]
+         "tokens=8", "warmup=0", "record_routing=true", "traffic_csv=false",
+         "report=false"]
     )  # fmt: skip
     return replace(config, **changes)
 

@@ -95,7 +95,7 @@ def preset_runs(folder: Path):
     models["hf"] += [f"model.path={path}"]
     return {
         name: compose(
-            [*words, "scale=laptop", "layers=1", "ranks=2", "tokens=4", "warmup=0"]
+            [*words, "scale=laptop", "layers=1", "ranks=2", "tokens=4", "warmup=0", "report=false"]
             + [f"output_dir={folder / name}"]
         )
         for name, words in models.items()

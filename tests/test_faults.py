@@ -28,7 +28,7 @@ from moe.config import ConfigError, compose
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["emulate", "model=mixtral_8x7b", "scale.hidden_size=64", "scale.intermediate_size=16",
-         "layers=2", "tokens=8", "steps=2", "output_dir=out"]  # fmt: skip
+         "layers=2", "tokens=8", "steps=2", "output_dir=out", "report=false"]  # fmt: skip
 AT = ["fault.rank=1", "fault.layer=1", "fault.step=1", "fault.phase=combine"]
 WHERE = "rank 1, step 1, layer 1, forward combine: "
 CONSEQUENCE = r" \(2 other ranks failed in consequence\)"

@@ -9,7 +9,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-WATCHED = ("comm", "moe", "torch", "hydra", "omegaconf", "rich", "safetensors", "tests")
+WATCHED = (
+    "comm",
+    "moe",
+    "torch",
+    "hydra",
+    "omegaconf",
+    "rich",
+    "safetensors",
+    "matplotlib",
+    "tests",
+)
 
 PURE = {
     "comm.topology": (),
@@ -72,6 +82,9 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
     "comm.reconcile": ("comm.verdict",),
     "comm.kernel": ("torch", "comm.tcp", "comm.reconcile", "comm.world"),
     "comm.interfaces": ("comm.tcp", "comm.verdict"),
+    # Nor rich: a page in HTML is no page of a terminal. Only `charts` may draw.
+    "comm.report.page.charts": ("matplotlib", "comm.report.page.html", "comm.report.units"),
+    "comm.report.page": ("comm.report", "comm.topology"),
     "comm.report": ("rich", "comm.report", "comm.topology", "comm.analytic.rows"),
     "moe.version": (),
     # The plugin is read by every pytest of the environment, so nothing heavy is named in it.
@@ -166,6 +179,7 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
         *("moe.version", "comm.analytic", "comm.claim_changes", "comm.claim_form"),
         *("comm.claim_scope", "comm.claim_words", "comm.claims", "comm.report"),
     ),
+    "moe.jobs.report": ("moe.settings", "comm.report"),
 }
 ENTRIES = {"moe.__main__", "moe.api"}  # who may start a job
 HYDRA_ALLOWED = {"moe.config", "moe.conf_files", "moe.__main__"}

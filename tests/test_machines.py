@@ -158,7 +158,14 @@ def test_two_torchruns_are_one_run(tmp_path, way):
     environ = {name: value for name, value in os.environ.items() if name not in outer}
     environ |= {"NNODES": "2", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} | meet
     environ |= {"PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR", "NPROC_PER_NODE": "1"}
-    words = ["layers=1", "tokens=8", "warmup=0", "scale.hidden_size=64", "output_dir=out"]
+    words = [
+        "layers=1",
+        "tokens=8",
+        "warmup=0",
+        "scale.hidden_size=64",
+        "output_dir=out",
+        "report=false",
+    ]
     agents = [
         subprocess.Popen(
             [sys.executable, "-m", "moe.machines", *words],

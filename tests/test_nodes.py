@@ -21,7 +21,8 @@ from moe.nodes import read_layout
 from moe.settings import ConfigError
 
 ROOT = Path(__file__).parent.parent
-SMALL = ["scale.hidden_size=64", "scale.intermediate_size=16", "layers=1", "tokens=8", "warmup=0"]
+SMALL = ["scale.hidden_size=64", "scale.intermediate_size=16", "layers=1", "tokens=8", "warmup=0",
+         "report=false"]  # fmt: skip
 UNPRIVILEGED = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
 
 

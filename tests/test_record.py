@@ -79,7 +79,16 @@ def test_record_follows_its_schema(name: str) -> None:
 
 
 ADDED = {  # since the first records of version 1
-    "$": ("carried", "conventions", "choices", "wire_errors", "placement", "kernel"),
+    "$": (
+        "carried",
+        "conventions",
+        "choices",
+        "wire_errors",
+        "placement",
+        "kernel",
+        "fan_out",
+        "report_html",
+    ),
     "totals": ("backward", "outside"),
     "correctness": ("gradient_bound",),
     "balance": ("layers",),

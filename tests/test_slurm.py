@@ -15,7 +15,7 @@ from slurm_cluster import TOOLS
 from moe import netns
 
 ROOT = Path(__file__).parent.parent
-SMALL = "scale.hidden_size=64 scale.intermediate_size=16 layers=1 tokens=8 warmup=0"
+SMALL = "scale.hidden_size=64 scale.intermediate_size=16 layers=1 tokens=8 warmup=0 report=false"
 # Both at once, for the time it takes; sbatch --wait looks up too seldom.
 JOBS = f"""
 submit() {{ sbatch -s -N2 --ntasks-per-node=2 -o $1.out -m $1 {ROOT}/launch.sh {SMALL} $2; }}

@@ -19,7 +19,8 @@ import pytest
 from moe import torchrun
 
 ROOT = Path(__file__).parent.parent
-SMALL = ["scale.hidden_size=64", "scale.intermediate_size=16", "layers=1", "tokens=8", "warmup=0"]
+SMALL = ["scale.hidden_size=64", "scale.intermediate_size=16", "layers=1", "tokens=8", "warmup=0",
+         "report=false"]  # fmt: skip
 LONG = ["scale.hidden_size=64", "scale.intermediate_size=16", "layers=1", "tokens=8",
         "steps=1000000", "model=mixtral_8x7b"]  # fmt: skip
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

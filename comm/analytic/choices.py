@@ -76,11 +76,10 @@ def count_layer(
     size = paths.world_size
     copies, kept, pairs = (np.zeros((size, size), np.int64) for _ in range(3))
     node_hits, active = np.zeros((size, paths.num_nodes), np.int64), np.zeros(size, np.int64)
-    slot_rank = np.append(np.asarray(run.slot_rank[layer], np.int64), 0)  # slot -1 looks up this
     for _, part, slot, admitted in _batches(run, topk_ids, slots, layer):
         source = run.token_rank[part]
         chosen = slot >= 0
-        owner = np.where(chosen, paths.rank_at[paths.lane[source][:, None], slot_rank[slot]], -1)
+        owner = _owner(run, paths, layer, source, slot)
         copies += _histogram(source, owner, chosen, size)
         if run.dispatcher == "padded":
             kept += _histogram(source, owner, admitted, size)
@@ -89,6 +88,23 @@ def count_layer(
         node_hits += _distinct(source, node, paths.num_nodes, size)
         active += np.bincount(source[chosen.any(axis=1)], minlength=size)
     return Counts(copies, kept if run.dispatcher == "padded" else copies, pairs, node_hits, active)
+
+
+def served_ranks(
+    run: RunShape, paths: Paths, topk_ids: IntArray, slots: IntArray | None, layer: int
+) -> Iterator[NDArray[np.int64]]:
+    """[n, K] global rank that serves each choice of n tokens, -1 for none, all steps in turn."""
+    for _, part, slot, _ in _batches(run, topk_ids, slots, layer):
+        yield _owner(run, paths, layer, run.token_rank[part], slot)
+
+
+def _owner(
+    run: RunShape, paths: Paths, layer: int, source: NDArray[np.int64], slot: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """[n, K] global rank of each slot [n, K] in the lane of its token's rank [n]; -1 for none."""
+    slot_rank = np.append(np.asarray(run.slot_rank[layer], np.int64), 0)  # slot -1 looks up this
+    owner = paths.rank_at[paths.lane[source][:, None], slot_rank[slot]]
+    return np.where(slot >= 0, owner, -1)
 
 
 def check_routing(run: RunShape, topk_ids: IntArray, slots: IntArray | None) -> None:

@@ -24,6 +24,10 @@ STATUS_WORDS = {
     4: "OUTPUTS DIFFER from the reference",
     5: "THE KERNEL'S COUNTERS do not reconcile with the counted bytes",
 }
+REPORT_WORDS = {
+    "written": "report.html: this page in pictures, for a browser",
+    "no library": "no report.html, which needs matplotlib: pip install 'wideep[plots]'",
+}
 MUCH_METADATA = 1.1  # bytes for each byte of payload from which the headline line mentions it
 COMPARISONS = {
     "exact": "bytes counted against bytes computed from the recorded routing",
@@ -102,10 +106,12 @@ def _verdicts(verdicts: Sequence[Mapping[str, Any]], width: int) -> list[Line]:
 def results(record: Record, width: int) -> list[Line]:
     """Where everything is, and the answer once more: a terminal shows the end of a page first."""
     files = "run.json: every figure of this page; traffic.npz: every pair of ranks"
+    report = REPORT_WORDS.get(record.get("report_html", "off"))
     return [
         line(),
         *labelled("RESULTS", record["result_dir"], width, LABEL, "bold"),
         *labelled("", files, width, LABEL),
+        *(labelled("", report, width, LABEL) if report else []),
         *labelled(f"  status {record['status']}", _status_words(record), width, LABEL, "bold"),
     ]
 

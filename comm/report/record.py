@@ -19,6 +19,7 @@ from comm.report.load import balance, timing
 from comm.report.tally import EXPECTED_SCOPES, MOE_PHASES, NETWORK, Tally
 
 SCHEMA = "wideep.run/1"
+REPORTS = ("written", "no library", "off")
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class RunInputs:
     placement: what replicas and balancing did for the load; None where nothing was balanced
     kernel: what TCP acknowledged in each group; None where the kernel was not asked
     interfaces: of each host what was counted leaving it and what it sent; () for one host
+    fan_out: tokens by the number of ranks that they reach, counted and in closed form
+    report_html: what becomes of report.html, one of REPORTS
     """
 
     manifest: Mapping[str, Any]
@@ -60,6 +63,8 @@ class RunInputs:
     placement: Mapping[str, Any] | None = None
     kernel: Mapping[str, Any] | None = None
     interfaces: Sequence[Mapping[str, Any]] = ()
+    fan_out: Mapping[str, Any] | None = None
+    report_html: str = "off"
 
 
 def build_record(run: RunInputs) -> dict[str, Any]:
@@ -93,9 +98,20 @@ def build_record(run: RunInputs) -> dict[str, Any]:
             "placement": run.placement,
             "kernel": run.kernel,
             "interfaces": run.interfaces,
+            "fan_out": run.fan_out,
+            "report_html": run.report_html,
             "layers": list(_layer_rows(tally)),
         }
     )
+
+
+def differing(traffic: Any, exact: Any) -> np.ndarray:
+    """Cells whose counted bytes are not the predicted ones: int64 [n, 7], docs/run_record.md."""
+    found = []
+    for layer, (counted, predicted) in enumerate(zip(traffic.bytes, exact.bytes, strict=True)):
+        for place in np.argwhere(counted != predicted).tolist():
+            found.append((layer, *place, int(predicted[tuple(place)])))
+    return np.array(found, np.int64).reshape(-1, 7)
 
 
 def plain(value: Any) -> Any:

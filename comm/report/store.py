@@ -84,19 +84,19 @@ def write_result(
     traffic: Any,
     csv: bool = False,
     routing: Mapping[str, Any] | None = None,
-    acked: np.ndarray | None = None,
+    arrays: Mapping[str, np.ndarray] | None = None,
 ) -> None:
     """Write run.json, traffic.npz and, if asked for, traffic.csv and routing.npz.
 
     traffic: comm.meter.Traffic
-    acked: int64 [src, dst], bytes that TCP acknowledged, None where the kernel was not asked
+    arrays: more of traffic.npz, by name (docs/run_record.md has their shapes)
     routing: ROUTING_ARRAYS by name (docs/run_record.md has their shapes) and "header", a
         dictionary that is stored as JSON text
     """
     files: dict[str, Callable[[IO[bytes]], Any]] = {}
     if routing is not None:
         files["routing.npz"] = lambda file: _save_routing(file, routing)
-    files["traffic.npz"] = lambda file: _save_traffic(file, traffic, acked)
+    files["traffic.npz"] = lambda file: _save_traffic(file, traffic, arrays or {})
     if csv:
         tiers = Topology(tuple(record["manifest"]["node_of_rank"])).tiers()
         files["traffic.csv"] = lambda file: write_csv(file, traffic, tiers)
@@ -153,7 +153,7 @@ def _free_name(path: Path) -> Path:
     return candidate
 
 
-def _save_traffic(file: IO[bytes], traffic: Any, acked: np.ndarray | None) -> None:
+def _save_traffic(file: IO[bytes], traffic: Any, arrays: Mapping[str, np.ndarray]) -> None:
     np.savez_compressed(
         file,
         bytes=traffic.bytes,
@@ -162,7 +162,7 @@ def _save_traffic(file: IO[bytes], traffic: Any, acked: np.ndarray | None) -> No
         directions=np.asarray(traffic.directions),
         phases=np.asarray(traffic.phases),
         kinds=np.asarray(traffic.kinds),
-        **({} if acked is None else {"acked": acked}),
+        **arrays,
     )
 
 

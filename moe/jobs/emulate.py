@@ -63,6 +63,8 @@ def emulate(world: World, config: Config, folder: Path | None = None, page: bool
     page: print it, and how far the run has come
     """
     from comm.report.console import render
+    from comm.report.page.charts import library_is_there
+    from comm.report.page.document import write_page
     from comm.report.progress import progress
     from comm.report.store import write_result
     from comm.spawn import signals_held
@@ -90,16 +92,19 @@ def emulate(world: World, config: Config, folder: Path | None = None, page: bool
         if case is None:
             return 0
         about = manifest(plan, world, hosts, started)
-        judgement = judge(plan, logs, case, gradients, about, folder, done.advance)
+        report = "off" if not config.report else "written" if library_is_there() else "no library"
+        judgement = judge(plan, logs, case, gradients, about, folder, done.advance, report)
     with signals_held():  # a result is written whole
         write_result(
             folder,
             judgement.record,
             judgement.traffic,
-            acked=judgement.acked,
+            arrays=judgement.arrays,
             csv=config.traffic_csv,
             routing=case.routing.file(plan) if config.record_routing else None,
         )
+    if report == "written":
+        write_page(folder)
     if page:
         render(judgement.record)
     return judgement.status
