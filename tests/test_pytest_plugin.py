@@ -224,6 +224,7 @@ def test_twenty_tests_on_eight_ranks_cost_little(tmp_path):
     done = run(write(tmp_path, text), "--durations=0", "-vv")
     assert "20 passed" in done.stdout, done.stdout
     seconds = [float(one) for one in re.findall(r"([\d.]+)s call", done.stdout)]
-    assert len(seconds) == 20 and sum(seconds[1:]) < 5
     whole = float(re.search(r"20 passed in ([\d.]+)s", done.stdout)[1])
-    assert whole < LIMIT_S or os.getloadavg()[0] > 4, whole
+    busy = os.getloadavg()[0] > 4  # with other work than this
+    assert len(seconds) == 20
+    assert busy or (whole < LIMIT_S and sum(seconds[1:]) < LIMIT_S / 5), (whole, seconds)
