@@ -70,8 +70,8 @@ def document(title: str, heading: Markup, parts: dict[str, tuple[str, Markup]]) 
             element("header", heading, element("nav", join(links, " "), aria_label="Contents")),
             element("main", *(section(name, *part) for name, part in parts.items())),
             element("footer", paragraph(
-                "WideEP. Traffic in decimal units: 1 kB is 1,000 B. docs/reading_a_run.md explains"
-                " every figure, run.json has them unrounded."
+                "WideEP. Traffic in decimal units: 1 kB is 1,000 B. docs/report.md explains"
+                " the pictures, docs/reading_a_run.md the figures."
             )),
         ]
     )  # fmt: skip

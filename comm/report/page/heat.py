@@ -253,7 +253,7 @@ def _frame(ends: str, size: int, borders: Sequence[int]) -> Markup:
     return Markup(
         f'<g id="frame-{ends}-{size}" class=ticks><path d="{square}" class=frame />'
         f'<path d="{lines}" class=border />{marks}<text x="50" y="-6.5">to {ends}</text>'
-        f'<text x="-6.5" y="50" transform="rotate(-90 -6.5 50)">from {ends}</text></g>'
+        f'<text x="-8" y="50" transform="rotate(-90 -8 50)">from {ends}</text></g>'
     )
 
 
