@@ -79,10 +79,12 @@ class Window:
         self, fd: int, span: int, place: int, peers: Sequence[Peer], timeout_s: float
     ) -> None:
         memory = mmap.mmap(fd, span)
+        self._span = span
         self.place, self.size = place, len(peers)
         self._fd, self._closed = fd, weakref.finalize(self, os.close, fd)
         with torch.inference_mode(False):  # opened in one mode, it is used in the other
             self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self._address = self._bytes.data_ptr()
         self._barrier = Barrier(memory, 0, place, peers, timeout_s)
         tags_at = Barrier.num_bytes(self.size)
         self._tags = np.frombuffer(memory, np.int64, 2 * self.size * TAG_WORDS, tags_at).reshape(
@@ -90,11 +92,12 @@ class Window:
         )
         self._areas = _divide(span, self.size, tags_at + self._tags.nbytes)
         self._tables: dict[tuple[int, str, int, torch.dtype], Tensor] = {}
-        self._words: dict[tuple[int, str, type], np.ndarray] = {}
+        self._rows: dict[tuple[int, str, int], np.ndarray] = {}
+        self._words: dict[tuple[int, str, np.dtype], np.ndarray] = {}
         self._strides: dict[tuple[str, int], int] = {}
         self._reserved: dict[tuple[int, str, int, int], int] = {}
         self._round, self._open = 0, False
-        self._lent = self._bytes[:0]
+        self._lent = self._lent_bytes = 0  # where it begins, and how much
 
     def begin(self) -> None:
         """Start the next round, when this rank is done with what it took in the last."""
@@ -108,38 +111,50 @@ class Window:
         place: whose region; by agreement, each row has one writer in a round
         Raises WindowError where there is no memory for them.
         """
-        return self._room(self._copy, area, num_rows, row_bytes, place, start)
+        return self._room(self._round % 2, area, num_rows, row_bytes, place, start)
 
-    def word_room(self, area: str, num_words: int, dtype: type) -> np.ndarray:
-        """The same of this rank's region as numbers: [num_words]."""
-        self._reserve(self._copy, area, num_words, np.dtype(dtype).itemsize, self.place)
+    def own_room(self, area: str, num_rows: int, row_bytes: int) -> np.ndarray:
+        """The same of this rank's region: rows 0, 1, ..."""
+        copy = self._round % 2
+        self._reserve(copy, area, num_rows, row_bytes, self.place)
+        first = self.place * self.stride(area, row_bytes)
+        return self._rows_of(copy, area, row_bytes)[first : first + num_rows]
+
+    def word_room(self, area: str, num_words: int, dtype: np.dtype) -> np.ndarray:
+        """The same as numbers: [num_words]."""
+        self._reserve(self._round % 2, area, num_words, dtype.itemsize, self.place)
         return self.words(area, dtype)[self.place, :num_words]
 
-    def lend(self, area: str, num_rows: int, row_bytes: int) -> tuple[Tensor, int]:
+    def lend(
+        self, area: str, num_rows: int, row_bytes: int, dtype: torch.dtype
+    ) -> tuple[np.ndarray, Tensor, int]:
         """What `room` will give this rank in the next round, to be filled before it begins: uint8
-        [num_rows, b], and a number that `is_lent` wants to hear.
+        [num_rows, b], the same as values, and a number that `is_lent` wants to hear.
 
         Between `meet` and `begin` only. Any round but the next one uses the memory for its own.
         """
         assert not self._open, "memory of the next round is lent out before this one is over"
         copy = (self._round + 1) % 2
-        self._lent = self._room(copy, area, num_rows, row_bytes, self.place, 0)
-        return self._lent, self._round + 1
+        values = self._room(copy, area, num_rows, row_bytes, self.place, 0, dtype)
+        self._lent, self._lent_bytes = values.data_ptr(), num_rows * row_bytes
+        first = self.place * self.stride(area, row_bytes)
+        rows = self._rows_of(copy, area, row_bytes)[first : first + num_rows]
+        return rows, values, self._round + 1
 
     def is_lent(self, values: Tensor, lent: int) -> bool:
         """Are these the rows that were lent out for the next round under this number, where they
         lay? Raises RuntimeError for values in memory of the window that another round has for its
         own."""
-        if not values.numel() or not _same_storage(values, self._bytes):
+        address, num_bytes = values.data_ptr(), values.nbytes
+        if not num_bytes or not 0 <= address - self._address < self._span:
             return False
-        behind = values.data_ptr() - self._lent.data_ptr()
-        if lent != self._round + 1 or not 0 <= behind < self._lent.numel():
+        behind = address - self._lent
+        if lent != self._round + 1 or not 0 <= behind < self._lent_bytes:
             raise RuntimeError(
                 "expert_output lies in memory that was lent to an earlier dispatch and is in use"
                 " again: combine before the next dispatch, or clone what is kept longer"
             )
-        whole = values.numel() * values.itemsize == self._lent.numel()
-        return behind == 0 and whole and values.is_contiguous()
+        return behind == 0 and num_bytes == self._lent_bytes and values.is_contiguous()
 
     def put(self, area: str, parts: Parts) -> Tensor:
         """Lay parts side by side in this rank's region: uint8 [N, b] there."""
@@ -154,14 +169,14 @@ class Window:
 
     def publish(self, tag: Sequence[int]) -> None:
         """What this rank puts is there; tag: int64 [4], what it takes the round to be."""
-        self._tags[self._copy, self.place] = tag
+        self._tags[self._round % 2, self.place] = tag
         self._barrier.arrive()
 
     def meet(self) -> np.ndarray:
         """Wait until all have published: their tags, int64 [R, 4]. Raises RankLost."""
         self._barrier.wait()
         self._open = False
-        return self._tags[self._copy]
+        return self._tags[self._round % 2]
 
     def stride(self, area: str, row_bytes: int) -> int:
         """Rows from one rank's first row to the next one's: a power of two, so that it is quick to
@@ -175,23 +190,41 @@ class Window:
 
     def table(self, area: str, row_bytes: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         """All regions: [R * stride, b / itemsize]. What nobody put reads as zeros or stale rows."""
-        return self._table(self._copy, area, row_bytes, dtype)
+        return self._table(self._round % 2, area, row_bytes, dtype)
 
-    def words(self, area: str, dtype: type) -> np.ndarray:
+    def rows(self, area: str, row_bytes: int) -> np.ndarray:
+        """All regions as bytes, for numpy: uint8 [R * stride, b]."""
+        return self._rows_of(self._round % 2, area, row_bytes)
+
+    def words(self, area: str, dtype: np.dtype) -> np.ndarray:
         """All regions as numbers: [R, stride]."""
-        key = (self._copy, area, dtype)
+        key = (self._round % 2, area, dtype)
         words = self._words.get(key)
         if words is None:
-            table = self.table(area, np.dtype(dtype).itemsize).numpy()
-            words = self._words[key] = table.view(dtype).reshape(self.size, -1)
+            rows = self.rows(area, dtype.itemsize)
+            words = self._words[key] = rows.view(dtype).reshape(self.size, -1)
         return words
 
     def _room(
-        self, copy: int, area: str, num_rows: int, row_bytes: int, place: int, start: int
+        self,
+        copy: int,
+        area: str,
+        num_rows: int,
+        row_bytes: int,
+        place: int,
+        start: int,
+        dtype: torch.dtype = torch.uint8,
     ) -> Tensor:
         self._reserve(copy, area, start + num_rows, row_bytes, place)
         first = place * self.stride(area, row_bytes) + start
-        return self._table(copy, area, row_bytes)[first : first + num_rows]
+        return self._table(copy, area, row_bytes, dtype)[first : first + num_rows]
+
+    def _rows_of(self, copy: int, area: str, row_bytes: int) -> np.ndarray:
+        key = (copy, area, row_bytes)
+        rows = self._rows.get(key)
+        if rows is None:
+            rows = self._rows[key] = self._table(copy, area, row_bytes).numpy()
+        return rows
 
     def _table(
         self, copy: int, area: str, row_bytes: int, dtype: torch.dtype = torch.uint8
@@ -206,10 +239,6 @@ class Window:
                 table = rows.view(dtype)
             self._tables[key] = table
         return table
-
-    @property
-    def _copy(self) -> int:
-        return self._round % 2
 
     def _reserve(self, copy: int, area: str, num_rows: int, row_bytes: int, place: int) -> None:
         """Have the pages before they are touched: a touch that fails would kill the process."""
@@ -261,10 +290,6 @@ def open_window(group: RankGroup, timeout_s: float) -> Window:
         if outcome is not None:
             raise WindowError(f"shared memory: rank {peer.rank}: {outcome}")
     return window
-
-
-def _same_storage(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _span() -> int:

@@ -104,7 +104,7 @@ class OneSided(WeightsAtHome[OneSidedHandle]):
             entries, begins = expert_major(starts + round_.list_firsts[:, None], counts)
             rows, lent = self._take(round_, round_.listed(entries))
             return DispatchResult(
-                setup.wire_dispatch.decode(rows, setup.width, setup.dtype),
+                rows,
                 torch.from_numpy(counts.sum(0)),
                 OneSidedHandle(choice, before, starts, counts, begins, topk_weights, lent),
             )
@@ -112,11 +112,13 @@ class OneSided(WeightsAtHome[OneSidedHandle]):
         return finish
 
     def _take(self, round_: SharedRound, index: np.ndarray) -> tuple[Tensor, int]:
-        """The rows, and their number where the window lent the memory: where the answers will lie,
-        if nobody keeps the rows for backward and neither way is there anything to convert."""
+        """The rows as values, and their number where the window lent the memory: where the answers
+        will lie, if nobody keeps the rows for backward and neither way anything is converted."""
+        setup = self.setup
         if torch.is_inference_mode_enabled() and self._converts_nothing:
-            return round_.take_to_answer(index, ENTRY_BYTES)
-        return round_.take(index, ENTRY_BYTES), 0
+            return round_.take_to_answer(index, ENTRY_BYTES, setup.dtype)
+        rows = round_.take(index, ENTRY_BYTES)
+        return setup.wire_dispatch.decode(rows, setup.width, setup.dtype), 0
 
     @cached_property
     def _converts_nothing(self) -> bool:
