@@ -26,8 +26,6 @@ KINDS = (
     *("expert_weights", "gradients"),
 )
 KINDS_WITHOUT_ROWS = ("counts", "gradients")  # words and values: no token travels in them
-_NUMBER = {kind: number for number, kind in enumerate(KINDS)}
-_ROWS, _RECEIVED = len(KINDS), len(KINDS) + 1  # where a place of the ledger has them
 EVERY_RANK = slice(None)
 
 
@@ -86,9 +84,6 @@ class TrafficMeter:
     """One rank's row of the ledger. `enabled` is off during warm-up.
 
     directions, phases: the names of the axes; a message of another place is a mistake
-    ledger: int64 [layer, direction, phase, K + 2, rank]: for each other rank the K kinds of bytes
-        sent to it, the rows sent to it and the bytes received from it, so that one addition books
-        a message; `sent`, `rows` and `received` are parts of it
     carried: what went over the connections of each group of ranks, by comm.world.RankGroup.number:
         int64 [2, dst], bytes and messages; what shared memory carries is not in it
     """
@@ -101,39 +96,40 @@ class TrafficMeter:
     on_phase: Callable[[Position, float], None] | None = None
     on_begin: Callable[[Position], None] | None = None
     collectives: int = 0
-    ledger: np.ndarray = field(init=False)
+    sent: np.ndarray = field(init=False)  # int64 [layer, direction, phase, kind, dst]
+    rows: np.ndarray = field(init=False)  # int64 [layer, direction, phase, dst]
+    received: np.ndarray = field(init=False)  # int64 [layer, direction, phase, src]
     seconds: np.ndarray = field(init=False)  # float64 [layer, direction, phase]
     carried: dict[int, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         places = (self.num_layers, len(self.directions), len(self.phases))
-        self.ledger = np.zeros((*places, len(KINDS) + 2, self.world_size), dtype=np.int64)
+        self.sent = np.zeros((*places, len(KINDS), self.world_size), dtype=np.int64)
+        self.rows = np.zeros((*places, self.world_size), dtype=np.int64)
+        self.received = np.zeros((*places, self.world_size), dtype=np.int64)
         self.seconds = np.zeros(places)
-        self._places: dict[Position, tuple[int, int, int]] = {}
+        self._pages: dict[Position, dict[str, np.ndarray]] = {}
 
-    @property
-    def sent(self) -> np.ndarray:
-        """int64 [layer, direction, phase, kind, dst]"""
-        return self.ledger[..., :_ROWS, :]
+    def __getstate__(self) -> dict[str, object]:
+        return self.__dict__ | {"_pages": {}}  # views would travel as copies
 
-    @property
-    def rows(self) -> np.ndarray:
-        """int64 [layer, direction, phase, dst]"""
-        return self.ledger[..., _ROWS, :]
-
-    @property
-    def received(self) -> np.ndarray:
-        """int64 [layer, direction, phase, src]"""
-        return self.ledger[..., _RECEIVED, :]
+    def _page(self, position: Position) -> dict[str, np.ndarray]:
+        """Of a place the row of each kind, of `rows` and of `received`: int64 [R], found once."""
+        page = self._pages.get(position)
+        if page is None:
+            place = self.place(position)
+            page = dict(zip(KINDS, self.sent[place], strict=True))
+            page |= {"rows": self.rows[place], "received": self.received[place]}
+            self._pages[position] = page
+        return page
 
     def place(self, position: Position) -> tuple[int, int, int]:
         """Where in the arrays a message is booked."""
-        place = self._places.get(position)
-        if place is None:
-            direction = self.directions.index(position.direction)
-            place = position.layer, direction, self.phases.index(position.phase)
-            self._places[position] = place
-        return place
+        return (
+            position.layer,
+            self.directions.index(position.direction),
+            self.phases.index(position.phase),
+        )
 
     def record(
         self,
@@ -195,12 +191,11 @@ class TrafficMeter:
         """
         if not self.enabled:
             return
-        of_a_row = [0] * _RECEIVED
+        page, rows = self._page(position), np.asarray(rows_to)
         for kind, part in parts:
-            of_a_row[_NUMBER[kind]] += part.shape[1] * part.itemsize
-        of_a_row[_ROWS] = parts[0][0] not in KINDS_WITHOUT_ROWS
-        booked = np.array(of_a_row)[:, None] * rows_to
-        self.ledger[self.place(position)][:_RECEIVED, ranks] += booked
+            _add(page[kind], ranks, part.shape[1] * part.itemsize * rows)
+        if parts[0][0] not in KINDS_WITHOUT_ROWS:
+            _add(page["rows"], ranks, rows)
 
     def taken(
         self,
@@ -211,8 +206,7 @@ class TrafficMeter:
     ) -> None:
         """Count rows that this rank takes out of shared memory, from each rank of the group."""
         if self.enabled:
-            place = self.place(position)
-            self.ledger[place][_RECEIVED, ranks] += row_bytes * np.asarray(rows_from)
+            _add(self._page(position)["received"], ranks, row_bytes * np.asarray(rows_from))
 
     def phase_began(self, position: Position) -> None:
         """Tell whoever listens where this rank is, in the warm-up too."""
@@ -226,3 +220,11 @@ class TrafficMeter:
         self.seconds[self.place(position)] += seconds
         if self.on_phase is not None:
             self.on_phase(position, seconds)
+
+
+def _add(cells: np.ndarray, ranks: np.ndarray | slice, numbers: np.ndarray) -> None:
+    """cells[ranks] += numbers, at once where all are meant."""
+    if ranks is EVERY_RANK:
+        cells += numbers
+    else:
+        cells[ranks] += numbers

@@ -306,7 +306,8 @@ class Dispatcher(ABC, Generic[Handle]):
             entry = (topk_ids + 1).flatten()
             return self._logical_to_physical.index_select(0, entry).view(topk_ids.shape)
         ids, num_experts = topk_ids.numpy(), self.setup.placement.num_experts
-        highest = ids.view(np.uint64).max(initial=0)  # what is negative comes out above all others
+        # Of those without a sign, where what is negative comes out above all others.
+        highest = np.maximum.reduce(ids.view(np.uint64), axis=None, initial=0)
         if highest < num_experts and self._numbers_agree:
             return topk_ids
         entry = ids + 1

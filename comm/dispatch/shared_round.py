@@ -72,7 +72,7 @@ class SharedRound:
         self._place, self._size = self._group.rank, self._group.size
         self.header = header(position, row_bytes, wire_code)
         self.stride = self._window.stride(area, row_bytes)
-        places = np.arange(self._size)
+        places, self._ones = np.arange(self._size), np.ones(self._size, np.int64)
         self.firsts = self.stride * places
         self.list_firsts = self._window.stride("ids", ENTRY_BYTES) * places
 
@@ -105,7 +105,7 @@ class SharedRound:
 
     def hear_alike(self, start: int, length: int) -> np.ndarray:
         """The same where all messages are in the same place: int64 [R, length]."""
-        self._meter.taken(self.position, 8, [length] * self._size, self._ranks)
+        self._meter.taken(self.position, 8 * length, self._ones, self._ranks)
         return self._window.words("words", WORD)[:, start : start + length]
 
     def announce(self, starts: np.ndarray, lengths: np.ndarray, places: Letters) -> None:
