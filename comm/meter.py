@@ -109,18 +109,23 @@ class TrafficMeter:
         self.received = np.zeros((*places, self.world_size), dtype=np.int64)
         self.seconds = np.zeros(places)
         self._pages: dict[Position, dict[str, np.ndarray]] = {}
+        self._last: Position | None = None
+        self._last_page: dict[str, np.ndarray] = {}
 
     def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_pages": {}}  # views would travel as copies
+        return self.__dict__ | {"_pages": {}, "_last": None, "_last_page": {}}  # views
 
     def _page(self, position: Position) -> dict[str, np.ndarray]:
         """Of a place the row of each kind, of `rows` and of `received`: int64 [R], found once."""
+        if position is self._last:
+            return self._last_page
         page = self._pages.get(position)
         if page is None:
             place = self.place(position)
             page = dict(zip(KINDS, self.sent[place], strict=True))
             page |= {"rows": self.rows[place], "received": self.received[place]}
             self._pages[position] = page
+        self._last, self._last_page = position, page
         return page
 
     def place(self, position: Position) -> tuple[int, int, int]:

@@ -50,6 +50,7 @@ from comm.world import RankGroup
 SPAN_BYTES = 1 << 40  # addresses, not memory: a process has 128 TiB, a transport takes one
 AREAS = {"words": 1, "ids": 4, "rows": 30, "answers": 29}  # what a copy is divided into, in 64ths
 TAG_WORDS = 4  # what each rank says about a round: it must mean the same as the others
+_WORDS = {4: np.int32, 8: np.int64}  # numbers by their bytes
 STEP_BYTES = 64 << 20  # memory is asked for in steps, each after a look at what is left
 MIB = 1 << 20
 
@@ -67,6 +68,79 @@ class _Area:
 
     start: int
     region: int
+
+
+class Rows:
+    """One area of one copy as rows of b bytes; what there is to know of it is found once.
+
+    table: all regions, uint8 [R * stride, b]; array: the same for numpy
+    words: where rows are single numbers, all regions as such: int32 or int64 [R, stride]
+    stride: rows from one rank's first row to the next one's: a power of two, so that it is quick to
+        tell whose a row is, and so few that 32 bits number all rows of the table
+    """
+
+    def __init__(
+        self, fd: int, memory: Tensor, area: _Area, size: int, place: int, row_bytes: int
+    ) -> None:
+        most = min(area.region // row_bytes, (1 << 31) // size)
+        self.stride = stride = 1 << (most.bit_length() - 1)
+        with torch.inference_mode(False):
+            span = memory[area.start : area.start + size * stride * row_bytes]
+            self.table = span.view(size * stride, row_bytes)
+        self.array = self.table.numpy()
+        self._own = self.array[place * stride :]
+        if row_bytes in _WORDS:
+            self.words = self.array.view(_WORDS[row_bytes]).reshape(size, stride)
+            self._own_words = self.words[place]
+        self._fd, self._start, self._size = fd, area.start, size
+        self._place, self._row_bytes = place, row_bytes
+        self._held = [0] * size
+        self._typed: dict[torch.dtype, Tensor] = {}
+
+    def as_type(self, dtype: torch.dtype) -> Tensor:
+        """The table as values: [R * stride, b / itemsize]."""
+        table = self._typed.get(dtype)
+        if table is None:
+            with torch.inference_mode(False):
+                table = self._typed[dtype] = self.table.view(dtype)
+        return table
+
+    def room(
+        self, num_rows: int, place: int, start: int = 0, dtype: torch.dtype = torch.uint8
+    ) -> Tensor:
+        """As Window.room."""
+        self._hold(start + num_rows, place)
+        first = place * self.stride + start
+        return self.as_type(dtype)[first : first + num_rows]
+
+    def own_room(self, num_rows: int) -> np.ndarray:
+        """The same of this rank's region, from its first row on, for numpy."""
+        self._hold(num_rows, self._place)
+        return self._own[:num_rows]
+
+    def own_words(self, num_words: int) -> np.ndarray:
+        """The same as numbers."""
+        self._hold(num_words, self._place)
+        return self._own_words[:num_words]
+
+    def _hold(self, num_rows: int, place: int) -> None:
+        """Have the pages before they are touched: a touch that fails would kill the process."""
+        held, row_bytes = self._held[place], self._row_bytes
+        if num_rows <= held:
+            return
+        if num_rows > self.stride:
+            raise WindowError(
+                f"shared memory: {num_rows} rows of {row_bytes} B do not fit into the {self.stride}"
+                f" that a rank may have in a window of {self._size} ranks; use more ranks or fewer"
+                " tokens"
+            )
+        # A quarter more than asked, so that ragged steps do not grow it again and again.
+        wanted = min(self.stride, num_rows + num_rows // 4)
+        first = self._start + (place * self.stride + held) * row_bytes
+        last = first + (wanted - held) * row_bytes
+        for start in range(first, last, STEP_BYTES):
+            _allocate(self._fd, start, min(STEP_BYTES, last - start))
+        self._held[place] = wanted
 
 
 class Window:
@@ -91,19 +165,16 @@ class Window:
             2, self.size, TAG_WORDS
         )
         self._areas = _divide(span, self.size, tags_at + self._tags.nbytes)
-        self._tables: dict[tuple[int, str, int, torch.dtype], Tensor] = {}
-        self._rows: dict[tuple[int, str, int], np.ndarray] = {}
-        self._words: dict[tuple[int, str, np.dtype], np.ndarray] = {}
-        self._strides: dict[tuple[str, int], int] = {}
-        self._reserved: dict[tuple[int, str, int, int], int] = {}
+        self._rows: tuple[dict[tuple[str, int], Rows], ...] = ({}, {})  # of each copy
         self._round, self._open = 0, False
         self._lent = self._lent_bytes = 0  # where it begins, and how much
 
-    def begin(self) -> None:
-        """Start the next round, when this rank is done with what it took in the last."""
+    def begin(self) -> int:
+        """Start the next round, when this rank is done with what it took in the last: its copy."""
         assert not self._open, "a round begins before the last one is over"
         self._round += 1
         self._open = True
+        return self._round % 2
 
     def room(self, area: str, num_rows: int, row_bytes: int, place: int, start: int = 0) -> Tensor:
         """uint8 [num_rows, b]: rows start, start + 1, ... of a rank's region, to be written.
@@ -111,19 +182,7 @@ class Window:
         place: whose region; by agreement, each row has one writer in a round
         Raises WindowError where there is no memory for them.
         """
-        return self._room(self._round % 2, area, num_rows, row_bytes, place, start)
-
-    def own_room(self, area: str, num_rows: int, row_bytes: int) -> np.ndarray:
-        """The same of this rank's region: rows 0, 1, ..."""
-        copy = self._round % 2
-        self._reserve(copy, area, num_rows, row_bytes, self.place)
-        first = self.place * self.stride(area, row_bytes)
-        return self._rows_of(copy, area, row_bytes)[first : first + num_rows]
-
-    def word_room(self, area: str, num_words: int, dtype: np.dtype) -> np.ndarray:
-        """The same as numbers: [num_words]."""
-        self._reserve(self._round % 2, area, num_words, dtype.itemsize, self.place)
-        return self.words(area, dtype)[self.place, :num_words]
+        return self.rows(area, row_bytes).room(num_rows, place, start)
 
     def lend(
         self, area: str, num_rows: int, row_bytes: int, dtype: torch.dtype
@@ -134,12 +193,10 @@ class Window:
         Between `meet` and `begin` only. Any round but the next one uses the memory for its own.
         """
         assert not self._open, "memory of the next round is lent out before this one is over"
-        copy = (self._round + 1) % 2
-        values = self._room(copy, area, num_rows, row_bytes, self.place, 0, dtype)
+        free = self.rows_of((self._round + 1) % 2, area, row_bytes)
+        values = free.room(num_rows, self.place, dtype=dtype)
         self._lent, self._lent_bytes = values.data_ptr(), num_rows * row_bytes
-        first = self.place * self.stride(area, row_bytes)
-        rows = self._rows_of(copy, area, row_bytes)[first : first + num_rows]
-        return rows, values, self._round + 1
+        return free.own_room(num_rows), values, self._round + 1
 
     def is_lent(self, values: Tensor, lent: int) -> bool:
         """Are these the rows that were lent out for the next round under this number, where they
@@ -179,86 +236,25 @@ class Window:
         return self._tags[self._round % 2]
 
     def stride(self, area: str, row_bytes: int) -> int:
-        """Rows from one rank's first row to the next one's: a power of two, so that it is quick to
-        tell whose a row is, and so few that 32 bits number all rows of the table."""
+        """Rows from one rank's first row to the next one's."""
+        return self.rows_of(0, area, row_bytes).stride
+
+    def table(self, area: str, row_bytes: int) -> Tensor:
+        """All regions: uint8 [R * stride, b]. What nobody put reads as zeros or stale rows."""
+        return self.rows(area, row_bytes).table
+
+    def rows(self, area: str, row_bytes: int) -> Rows:
+        """The same, and what else there is of this area in this round."""
+        return self.rows_of(self._round % 2, area, row_bytes)
+
+    def rows_of(self, copy: int, area: str, row_bytes: int) -> Rows:
         key = (area, row_bytes)
-        stride = self._strides.get(key)
-        if stride is None:
-            most = min(self._areas[0][area].region // row_bytes, (1 << 31) // self.size)
-            stride = self._strides[key] = 1 << (most.bit_length() - 1)
-        return stride
-
-    def table(self, area: str, row_bytes: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-        """All regions: [R * stride, b / itemsize]. What nobody put reads as zeros or stale rows."""
-        return self._table(self._round % 2, area, row_bytes, dtype)
-
-    def rows(self, area: str, row_bytes: int) -> np.ndarray:
-        """All regions as bytes, for numpy: uint8 [R * stride, b]."""
-        return self._rows_of(self._round % 2, area, row_bytes)
-
-    def words(self, area: str, dtype: np.dtype) -> np.ndarray:
-        """All regions as numbers: [R, stride]."""
-        key = (self._round % 2, area, dtype)
-        words = self._words.get(key)
-        if words is None:
-            rows = self.rows(area, dtype.itemsize)
-            words = self._words[key] = rows.view(dtype).reshape(self.size, -1)
-        return words
-
-    def _room(
-        self,
-        copy: int,
-        area: str,
-        num_rows: int,
-        row_bytes: int,
-        place: int,
-        start: int,
-        dtype: torch.dtype = torch.uint8,
-    ) -> Tensor:
-        self._reserve(copy, area, start + num_rows, row_bytes, place)
-        first = place * self.stride(area, row_bytes) + start
-        return self._table(copy, area, row_bytes, dtype)[first : first + num_rows]
-
-    def _rows_of(self, copy: int, area: str, row_bytes: int) -> np.ndarray:
-        key = (copy, area, row_bytes)
-        rows = self._rows.get(key)
+        rows = self._rows[copy].get(key)
         if rows is None:
-            rows = self._rows[key] = self._table(copy, area, row_bytes).numpy()
+            where = self._areas[copy][area]
+            rows = Rows(self._fd, self._bytes, where, self.size, self.place, row_bytes)
+            self._rows[copy][key] = rows
         return rows
-
-    def _table(
-        self, copy: int, area: str, row_bytes: int, dtype: torch.dtype = torch.uint8
-    ) -> Tensor:
-        key = (copy, area, row_bytes, dtype)
-        table = self._tables.get(key)
-        if table is None:
-            num_rows = self.size * self.stride(area, row_bytes)
-            start = self._areas[copy][area].start
-            with torch.inference_mode(False):
-                rows = self._bytes[start : start + num_rows * row_bytes].view(num_rows, row_bytes)
-                table = rows.view(dtype)
-            self._tables[key] = table
-        return table
-
-    def _reserve(self, copy: int, area: str, num_rows: int, row_bytes: int, place: int) -> None:
-        """Have the pages before they are touched: a touch that fails would kill the process."""
-        key = (copy, area, row_bytes, place)
-        held = self._reserved.get(key, 0)
-        if num_rows <= held:
-            return
-        stride = self.stride(area, row_bytes)
-        if num_rows > stride:
-            raise WindowError(
-                f"shared memory: {num_rows} rows of {row_bytes} B do not fit into the {stride} that"
-                f" a rank may have in a window of {self.size} ranks; use more ranks or fewer tokens"
-            )
-        # A quarter more than asked, so that ragged steps do not grow it again and again.
-        wanted = min(stride, num_rows + num_rows // 4)
-        first = self._areas[copy][area].start + (place * stride + held) * row_bytes
-        last = first + (wanted - held) * row_bytes
-        for start in range(first, last, STEP_BYTES):
-            _allocate(self._fd, start, min(STEP_BYTES, last - start))
-        self._reserved[key] = wanted
 
 
 def open_window(group: RankGroup, timeout_s: float) -> Window:

@@ -105,7 +105,7 @@ class OneSided(WeightsAtHome[OneSidedHandle]):
             rows, lent = self._take(round_, round_.listed(entries))
             return DispatchResult(
                 rows,
-                torch.from_numpy(counts.sum(0)),
+                torch.from_numpy(np.add.reduce(counts)),
                 OneSidedHandle(choice, copies, before, starts, counts, begins, topk_weights, lent),
             )
 
@@ -170,7 +170,7 @@ class OneSided(WeightsAtHome[OneSidedHandle]):
     ) -> Tensor:
         """Each token's answers added up where they lie, ascending k: [T, W]. Rows of 16 bits with
         weights of 16 bits, as each row of them is read but once."""
-        round_.count_taken(index)
+        round_.count_taken(index, rank_by_rank=True)
         row, first, valid = self._in_choice_order(handle, torch.from_numpy(index))
         table = round_.table_of(self.setup.dtype)
         weights = permute.of_rows(handle.weights, valid).to(table.dtype)
