@@ -93,12 +93,12 @@ def order_by_slot(slots: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
     Returns `choice` int64 [N], the flat (token, k) index of each sorted choice (token =
     choice // K), and `rows_per_slot` int64 [S]. Absent choices sort last and are cut off.
     """
-    keys = slots.flatten()
-    if keys.device.type == "cpu":  # numpy starts its work sooner, which tells where rows are few
-        slot_of = keys.numpy()
+    if slots.device.type == "cpu":  # numpy starts its work sooner, which tells where rows are few
+        slot_of = slots.numpy().ravel()
         counts = np.bincount(slot_of, minlength=num_slots + 1)
         order = _stable_order(slot_of, num_slots + 1)[: len(slot_of) - int(counts[num_slots])]
         return torch.from_numpy(order), torch.from_numpy(counts[:num_slots])
+    keys = slots.flatten()
     rows_per_slot = torch.bincount(keys, minlength=num_slots + 1)[:num_slots]
     return stable_order(keys, num_slots + 1)[: int(rows_per_slot.sum())], rows_per_slot
 

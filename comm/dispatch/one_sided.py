@@ -93,7 +93,7 @@ class OneSided(WeightsAtHome[OneSidedHandle]):
         choice, rows_per_slot = permute.order_by_slot(slots, setup.placement.num_slots)
         copies = rows_per_slot.numpy()
         before = sums_before(copies)
-        ids = round_.lay_out_list(permute.token_of(choice, setup.top_k).numpy())
+        ids = round_.lay_out_list(choice.numpy() // setup.top_k)
         round_.lay_out(setup.wire_dispatch, hidden, self._by_rank(before), ids)
         round_.announce(before[:-1], copies, self._letters)
         round_.publish()
@@ -212,8 +212,8 @@ class OneSided(WeightsAtHome[OneSidedHandle]):
     def _in_choice_order(
         self, handle: OneSidedHandle, numbers: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | slice]:
-        tokens = len(handle.weights)
-        return permute.rows_in_choice_order(handle.choice, tokens, self.setup.top_k, numbers)
+        tokens, top_k = handle.weights.shape
+        return permute.rows_in_choice_order(handle.choice, tokens, top_k, numbers)
 
     def _round(
         self, phase: str, direction: str, wire: WireFormat, area: str = "rows"
@@ -281,5 +281,6 @@ def expert_major(starts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np
     runs = counts.T.ravel()
     ends = runs.cumsum()
     begins = ends - runs
-    places = np.arange(ends[-1] if len(ends) else 0) + (starts.T.ravel() - begins).repeat(runs)
+    places = (starts.T.ravel() - begins).repeat(runs)
+    places += np.arange(len(places))
     return places, begins.reshape(counts.T.shape).T

@@ -75,6 +75,7 @@ class SharedRound:
         self._edges = np.arange(self._size + 1, dtype=np.int32)
         places, self._ones = np.arange(self._size), np.ones(self._size, np.int64)
         self.firsts = self.stride * places
+        self._first = self.stride * self._place
         self.list_firsts = self._window.stride("ids", ENTRY_BYTES) * places
         areas = (("words", WORD_BYTES), ("ids", ENTRY_BYTES), (area, row_bytes))
         self._copies = [[self._window.rows_of(copy, *one) for one in areas] for copy in (0, 1)]
@@ -181,7 +182,8 @@ class SharedRound:
         """int64 [N], which of its rows this rank means, in the order in which they are taken: their
         numbers in the table, in 32 bits each."""
         room = self._lists.own_words(len(rows))
-        np.add(rows, self.firsts[self._place], out=room, casting="same_kind")
+        room[:] = rows
+        room += self._first
         return [("ids", room[:, None])]
 
     def hand_back(
