@@ -88,7 +88,7 @@ class Rows:
             span = memory[area.start : area.start + size * stride * row_bytes]
             self.table = span.view(size * stride, row_bytes)
         self.array = self.table.numpy()
-        self._own = self.array[place * stride :]
+        self._own = self.array[place * stride : (place + 1) * stride]
         if row_bytes in _WORDS:
             self.words = self.array.view(_WORDS[row_bytes]).reshape(size, stride)
             self._own_words = self.words[place]

@@ -227,7 +227,7 @@ class SharedRound:
         answers: the rows as values, and what comm.shm.Window.is_lent wants to hear of them."""
         self.count_taken(index, entry_bytes)
         room, rows, lent = self._window.lend("answers", len(index), self.row_bytes, dtype)
-        # Into `out` numpy copies at once only where it need not leave it whole for an error.
+        # "clip", since numpy otherwise fills a copy of `out` first, to leave it whole on an error.
         self._rows.array.take(index, 0, room, "clip")
         return rows, lent
 
