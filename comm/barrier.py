@@ -128,8 +128,9 @@ class Barrier:
 
     def _wait_for(self, wanted: int) -> None:
         started = time.monotonic()
-        while self._generation.value != wanted and time.monotonic() < started + self._spin_s:
-            pass
+        if self._spin_s:
+            while self._generation.value != wanted and time.monotonic() < started + self._spin_s:
+                pass
         while self._generation.value != wanted:
             if not self._futex.wait(self._generation, (wanted - 1) & 0xFFFFFFFF, LOOK):
                 self._look_around(started + self._timeout_s)

@@ -108,6 +108,25 @@ class TrafficMeter:
         self.rows = np.zeros((*places, self.world_size), dtype=np.int64)
         self.received = np.zeros((*places, self.world_size), dtype=np.int64)
         self.seconds = np.zeros(places)
+        self._pages: dict[Position, dict[str, np.ndarray]] = {}
+        self._last: Position | None = None
+        self._last_page: dict[str, np.ndarray] = {}
+
+    def __getstate__(self) -> dict[str, object]:
+        return self.__dict__ | {"_pages": {}, "_last": None, "_last_page": {}}  # views
+
+    def _page(self, position: Position) -> dict[str, np.ndarray]:
+        """Of a place the row of each kind, of `rows` and of `received`: int64 [R], found once."""
+        if position is self._last:
+            return self._last_page
+        page = self._pages.get(position)
+        if page is None:
+            place = self.place(position)
+            page = dict(zip(KINDS, self.sent[place], strict=True))
+            page |= {"rows": self.rows[place], "received": self.received[place]}
+            self._pages[position] = page
+        self._last, self._last_page = position, page
+        return page
 
     def place(self, position: Position) -> tuple[int, int, int]:
         """Where in the arrays a message is booked."""
@@ -177,12 +196,11 @@ class TrafficMeter:
         """
         if not self.enabled:
             return
-        place, rows = self.place(position), np.asarray(rows_to)
+        page, rows = self._page(position), np.asarray(rows_to)
         for kind, part in parts:
-            kind_bytes = part.shape[1] * part.itemsize
-            self.sent[place][KINDS.index(kind), ranks] += kind_bytes * rows
+            _add(page[kind], ranks, part.shape[1] * part.itemsize * rows)
         if parts[0][0] not in KINDS_WITHOUT_ROWS:
-            self.rows[place][ranks] += rows
+            _add(page["rows"], ranks, rows)
 
     def taken(
         self,
@@ -193,7 +211,7 @@ class TrafficMeter:
     ) -> None:
         """Count rows that this rank takes out of shared memory, from each rank of the group."""
         if self.enabled:
-            self.received[self.place(position)][ranks] += row_bytes * np.asarray(rows_from)
+            _add(self._page(position)["received"], ranks, row_bytes * np.asarray(rows_from))
 
     def phase_began(self, position: Position) -> None:
         """Tell whoever listens where this rank is, in the warm-up too."""
@@ -207,3 +225,11 @@ class TrafficMeter:
         self.seconds[self.place(position)] += seconds
         if self.on_phase is not None:
             self.on_phase(position, seconds)
+
+
+def _add(cells: np.ndarray, ranks: np.ndarray | slice, numbers: np.ndarray) -> None:
+    """cells[ranks] += numbers, at once where all are meant."""
+    if ranks is EVERY_RANK:
+        cells += numbers
+    else:
+        cells[ranks] += numbers

@@ -16,6 +16,8 @@ Legend: T tokens, K choices, N rows in flight, M rows for local experts, S slots
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -38,23 +40,31 @@ def stable_order(keys: Tensor, num_keys: int) -> Tensor:
     """Stable ascending order of integer keys [N] in [0, num_keys): int64 [N]."""
     if keys.device.type != "cpu":
         return torch.argsort(keys, stable=True)
+    return torch.from_numpy(_stable_order(keys.numpy(), num_keys))
+
+
+def _stable_order(keys: np.ndarray, num_keys: int) -> np.ndarray:
     # Key and place in one number: all differ, so any sort of them is stable, and numpy sorts such
     # numbers a register at a time.
     bits = len(keys).bit_length()
     dtype = np.int32 if num_keys << bits <= 1 << 31 else np.int64
-    numbers = keys.numpy().astype(dtype)
+    numbers = keys.astype(dtype)
     numbers <<= bits
     numbers |= np.arange(len(numbers), dtype=dtype)
     numbers.sort()
     numbers &= (1 << bits) - 1
-    return torch.from_numpy(numbers.astype(np.int64))
+    return numbers.astype(np.int64)
 
 
-def inverse(order: Tensor) -> Tensor:
-    """Where each element went: inverse[order[i]] = i, int64 [N]."""
-    places = torch.empty_like(order)
-    put(places, order, torch.arange(len(order), device=order.device))
-    return places
+def inverse(order: Tensor, numbers: Tensor | None = None) -> Tensor:
+    """Where each element went: inverse[order[i]] = i, int64 [N]; or numbers[i], of their type."""
+    if numbers is None:
+        numbers = torch.arange(len(order), device=order.device)
+    if order.device.type == "cpu":  # numpy starts sooner, and is no slower
+        places = np.empty_like(numbers.numpy())
+        places[order.numpy()] = numbers.numpy()
+        return torch.from_numpy(places)
+    return torch.empty_like(numbers).scatter_(0, order, numbers)
 
 
 def put(values: Tensor, places: Tensor, numbers: Tensor) -> None:
@@ -83,14 +93,14 @@ def order_by_slot(slots: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
     Returns `choice` int64 [N], the flat (token, k) index of each sorted choice (token =
     choice // K), and `rows_per_slot` int64 [S]. Absent choices sort last and are cut off.
     """
+    if slots.device.type == "cpu":  # numpy starts its work sooner, which tells where rows are few
+        slot_of = slots.numpy().ravel()
+        counts = np.bincount(slot_of, minlength=num_slots + 1)
+        order = _stable_order(slot_of, num_slots + 1)[: len(slot_of) - int(counts[num_slots])]
+        return torch.from_numpy(order), torch.from_numpy(counts[:num_slots])
     keys = slots.flatten()
-    order = stable_order(keys, num_slots + 1)
-    if keys.device.type == "cpu":  # numpy starts its work sooner, which tells where rows are few
-        counts = np.bincount(keys.numpy(), minlength=num_slots + 1)
-        present = len(order) - int(counts[num_slots])
-        return torch.from_numpy(order.numpy()[:present]), torch.from_numpy(counts[:num_slots])
     rows_per_slot = torch.bincount(keys, minlength=num_slots + 1)[:num_slots]
-    return order[: int(rows_per_slot.sum())], rows_per_slot
+    return stable_order(keys, num_slots + 1)[: int(rows_per_slot.sum())], rows_per_slot
 
 
 def ranks_hit(slots: Tensor, slot_rank: Tensor, world_size: int) -> Tensor:
@@ -114,16 +124,21 @@ def rows_in_choice_order(
     """
     if numbers is None:
         numbers = torch.arange(len(choice), device=choice.device)
-    if len(choice) == num_tokens * top_k:
-        row = torch.empty_like(numbers)
-        put(row, choice, numbers)
-        first_row = torch.arange(0, len(row), top_k, dtype=row.dtype, device=row.device)
-        return row, first_row, slice(None)
+    if choice.shape[0] == num_tokens * top_k:
+        row = inverse(choice, numbers)
+        return row, _every(top_k, num_tokens, row.dtype, row.device), slice(None)
     row = numbers.new_full((num_tokens * top_k,), -1)
     put(row, choice, numbers)
     valid = row >= 0
     first_row = run_starts(valid.view(num_tokens, top_k).sum(1)).to(row.dtype)
     return row[valid], first_row, valid
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def _every(step: int, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """0, step, 2 * step, ...: [count], the same each time and never to be written."""
+    return torch.arange(0, step * count, step, dtype=dtype, device=device)
 
 
 def of_rows(weights: Tensor, valid: Tensor | slice) -> Tensor:
@@ -200,7 +215,7 @@ def weighted_sum(
     them, a weight rounded and what the rounding lost, keep 16 bits of each fp32 weight. That reads
     every row twice: who has no time for it rounds the weights.
     """
-    if not len(index):
+    if not index.shape[0]:
         return rows.new_zeros((len(first_row), rows.shape[1]))
     if weights is not None and weights.dtype != rows.dtype:
         halves = torch.empty((len(weights), 2), dtype=rows.dtype, device=rows.device)

@@ -50,6 +50,7 @@ from comm.world import RankGroup
 SPAN_BYTES = 1 << 40  # addresses, not memory: a process has 128 TiB, a transport takes one
 AREAS = {"words": 1, "ids": 4, "rows": 30, "answers": 29}  # what a copy is divided into, in 64ths
 TAG_WORDS = 4  # what each rank says about a round: it must mean the same as the others
+_WORDS = {4: np.int32, 8: np.int64}  # numbers by their bytes
 STEP_BYTES = 64 << 20  # memory is asked for in steps, each after a look at what is left
 MIB = 1 << 20
 
@@ -69,6 +70,79 @@ class _Area:
     region: int
 
 
+class Rows:
+    """One area of one copy as rows of b bytes; what there is to know of it is found once.
+
+    table: all regions, uint8 [R * stride, b]; array: the same for numpy
+    words: where rows are single numbers, all regions as such: int32 or int64 [R, stride]
+    stride: rows from one rank's first row to the next one's: a power of two, so that it is quick to
+        tell whose a row is, and so few that 32 bits number all rows of the table
+    """
+
+    def __init__(
+        self, fd: int, memory: Tensor, area: _Area, size: int, place: int, row_bytes: int
+    ) -> None:
+        most = min(area.region // row_bytes, (1 << 31) // size)
+        self.stride = stride = 1 << (most.bit_length() - 1)
+        with torch.inference_mode(False):
+            span = memory[area.start : area.start + size * stride * row_bytes]
+            self.table = span.view(size * stride, row_bytes)
+        self.array = self.table.numpy()
+        self._own = self.array[place * stride : (place + 1) * stride]
+        if row_bytes in _WORDS:
+            self.words = self.array.view(_WORDS[row_bytes]).reshape(size, stride)
+            self._own_words = self.words[place]
+        self._fd, self._start, self._size = fd, area.start, size
+        self._place, self._row_bytes = place, row_bytes
+        self._held = [0] * size
+        self._typed: dict[torch.dtype, Tensor] = {}
+
+    def as_type(self, dtype: torch.dtype) -> Tensor:
+        """The table as values: [R * stride, b / itemsize]."""
+        table = self._typed.get(dtype)
+        if table is None:
+            with torch.inference_mode(False):
+                table = self._typed[dtype] = self.table.view(dtype)
+        return table
+
+    def room(
+        self, num_rows: int, place: int, start: int = 0, dtype: torch.dtype = torch.uint8
+    ) -> Tensor:
+        """As Window.room."""
+        self._hold(start + num_rows, place)
+        first = place * self.stride + start
+        return self.as_type(dtype)[first : first + num_rows]
+
+    def own_room(self, num_rows: int) -> np.ndarray:
+        """The same of this rank's region, from its first row on, for numpy."""
+        self._hold(num_rows, self._place)
+        return self._own[:num_rows]
+
+    def own_words(self, num_words: int) -> np.ndarray:
+        """The same as numbers."""
+        self._hold(num_words, self._place)
+        return self._own_words[:num_words]
+
+    def _hold(self, num_rows: int, place: int) -> None:
+        """Have the pages before they are touched: a touch that fails would kill the process."""
+        held, row_bytes = self._held[place], self._row_bytes
+        if num_rows <= held:
+            return
+        if num_rows > self.stride:
+            raise WindowError(
+                f"shared memory: {num_rows} rows of {row_bytes} B do not fit into the {self.stride}"
+                f" that a rank may have in a window of {self._size} ranks; use more ranks or fewer"
+                " tokens"
+            )
+        # A quarter more than asked, so that ragged steps do not grow it again and again.
+        wanted = min(self.stride, num_rows + num_rows // 4)
+        first = self._start + (place * self.stride + held) * row_bytes
+        last = first + (wanted - held) * row_bytes
+        for start in range(first, last, STEP_BYTES):
+            _allocate(self._fd, start, min(STEP_BYTES, last - start))
+        self._held[place] = wanted
+
+
 class Window:
     """One rank's side of a window; `open_window` makes it.
 
@@ -79,28 +153,28 @@ class Window:
         self, fd: int, span: int, place: int, peers: Sequence[Peer], timeout_s: float
     ) -> None:
         memory = mmap.mmap(fd, span)
+        self._span = span
         self.place, self.size = place, len(peers)
         self._fd, self._closed = fd, weakref.finalize(self, os.close, fd)
         with torch.inference_mode(False):  # opened in one mode, it is used in the other
             self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self._address = self._bytes.data_ptr()
         self._barrier = Barrier(memory, 0, place, peers, timeout_s)
         tags_at = Barrier.num_bytes(self.size)
         self._tags = np.frombuffer(memory, np.int64, 2 * self.size * TAG_WORDS, tags_at).reshape(
             2, self.size, TAG_WORDS
         )
         self._areas = _divide(span, self.size, tags_at + self._tags.nbytes)
-        self._tables: dict[tuple[int, str, int, torch.dtype], Tensor] = {}
-        self._words: dict[tuple[int, str, type], np.ndarray] = {}
-        self._strides: dict[tuple[str, int], int] = {}
-        self._reserved: dict[tuple[int, str, int, int], int] = {}
+        self._rows: tuple[dict[tuple[str, int], Rows], ...] = ({}, {})  # of each copy
         self._round, self._open = 0, False
-        self._lent = self._bytes[:0]
+        self._lent = self._lent_bytes = 0  # where it begins, and how much
 
-    def begin(self) -> None:
-        """Start the next round, when this rank is done with what it took in the last."""
+    def begin(self) -> int:
+        """Start the next round, when this rank is done with what it took in the last: its copy."""
         assert not self._open, "a round begins before the last one is over"
         self._round += 1
         self._open = True
+        return self._round % 2
 
     def room(self, area: str, num_rows: int, row_bytes: int, place: int, start: int = 0) -> Tensor:
         """uint8 [num_rows, b]: rows start, start + 1, ... of a rank's region, to be written.
@@ -108,38 +182,36 @@ class Window:
         place: whose region; by agreement, each row has one writer in a round
         Raises WindowError where there is no memory for them.
         """
-        return self._room(self._copy, area, num_rows, row_bytes, place, start)
+        return self.rows(area, row_bytes).room(num_rows, place, start)
 
-    def word_room(self, area: str, num_words: int, dtype: type) -> np.ndarray:
-        """The same of this rank's region as numbers: [num_words]."""
-        self._reserve(self._copy, area, num_words, np.dtype(dtype).itemsize, self.place)
-        return self.words(area, dtype)[self.place, :num_words]
-
-    def lend(self, area: str, num_rows: int, row_bytes: int) -> tuple[Tensor, int]:
+    def lend(
+        self, area: str, num_rows: int, row_bytes: int, dtype: torch.dtype
+    ) -> tuple[np.ndarray, Tensor, int]:
         """What `room` will give this rank in the next round, to be filled before it begins: uint8
-        [num_rows, b], and a number that `is_lent` wants to hear.
+        [num_rows, b], the same as values, and a number that `is_lent` wants to hear.
 
         Between `meet` and `begin` only. Any round but the next one uses the memory for its own.
         """
         assert not self._open, "memory of the next round is lent out before this one is over"
-        copy = (self._round + 1) % 2
-        self._lent = self._room(copy, area, num_rows, row_bytes, self.place, 0)
-        return self._lent, self._round + 1
+        free = self.rows_of((self._round + 1) % 2, area, row_bytes)
+        values = free.room(num_rows, self.place, dtype=dtype)
+        self._lent, self._lent_bytes = values.data_ptr(), num_rows * row_bytes
+        return free.own_room(num_rows), values, self._round + 1
 
     def is_lent(self, values: Tensor, lent: int) -> bool:
         """Are these the rows that were lent out for the next round under this number, where they
         lay? Raises RuntimeError for values in memory of the window that another round has for its
         own."""
-        if not values.numel() or not _same_storage(values, self._bytes):
+        address, num_bytes = values.data_ptr(), values.nbytes
+        if not num_bytes or not 0 <= address - self._address < self._span:
             return False
-        behind = values.data_ptr() - self._lent.data_ptr()
-        if lent != self._round + 1 or not 0 <= behind < self._lent.numel():
+        behind = address - self._lent
+        if lent != self._round + 1 or not 0 <= behind < self._lent_bytes:
             raise RuntimeError(
                 "expert_output lies in memory that was lent to an earlier dispatch and is in use"
                 " again: combine before the next dispatch, or clone what is kept longer"
             )
-        whole = values.numel() * values.itemsize == self._lent.numel()
-        return behind == 0 and whole and values.is_contiguous()
+        return behind == 0 and num_bytes == self._lent_bytes and values.is_contiguous()
 
     def put(self, area: str, parts: Parts) -> Tensor:
         """Lay parts side by side in this rank's region: uint8 [N, b] there."""
@@ -154,82 +226,35 @@ class Window:
 
     def publish(self, tag: Sequence[int]) -> None:
         """What this rank puts is there; tag: int64 [4], what it takes the round to be."""
-        self._tags[self._copy, self.place] = tag
+        self._tags[self._round % 2, self.place] = tag
         self._barrier.arrive()
 
     def meet(self) -> np.ndarray:
         """Wait until all have published: their tags, int64 [R, 4]. Raises RankLost."""
         self._barrier.wait()
         self._open = False
-        return self._tags[self._copy]
+        return self._tags[self._round % 2]
 
     def stride(self, area: str, row_bytes: int) -> int:
-        """Rows from one rank's first row to the next one's: a power of two, so that it is quick to
-        tell whose a row is, and so few that 32 bits number all rows of the table."""
+        """Rows from one rank's first row to the next one's."""
+        return self.rows_of(0, area, row_bytes).stride
+
+    def table(self, area: str, row_bytes: int) -> Tensor:
+        """All regions: uint8 [R * stride, b]. What nobody put reads as zeros or stale rows."""
+        return self.rows(area, row_bytes).table
+
+    def rows(self, area: str, row_bytes: int) -> Rows:
+        """The same, and what else there is of this area in this round."""
+        return self.rows_of(self._round % 2, area, row_bytes)
+
+    def rows_of(self, copy: int, area: str, row_bytes: int) -> Rows:
         key = (area, row_bytes)
-        stride = self._strides.get(key)
-        if stride is None:
-            most = min(self._areas[0][area].region // row_bytes, (1 << 31) // self.size)
-            stride = self._strides[key] = 1 << (most.bit_length() - 1)
-        return stride
-
-    def table(self, area: str, row_bytes: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-        """All regions: [R * stride, b / itemsize]. What nobody put reads as zeros or stale rows."""
-        return self._table(self._copy, area, row_bytes, dtype)
-
-    def words(self, area: str, dtype: type) -> np.ndarray:
-        """All regions as numbers: [R, stride]."""
-        key = (self._copy, area, dtype)
-        words = self._words.get(key)
-        if words is None:
-            table = self.table(area, np.dtype(dtype).itemsize).numpy()
-            words = self._words[key] = table.view(dtype).reshape(self.size, -1)
-        return words
-
-    def _room(
-        self, copy: int, area: str, num_rows: int, row_bytes: int, place: int, start: int
-    ) -> Tensor:
-        self._reserve(copy, area, start + num_rows, row_bytes, place)
-        first = place * self.stride(area, row_bytes) + start
-        return self._table(copy, area, row_bytes)[first : first + num_rows]
-
-    def _table(
-        self, copy: int, area: str, row_bytes: int, dtype: torch.dtype = torch.uint8
-    ) -> Tensor:
-        key = (copy, area, row_bytes, dtype)
-        table = self._tables.get(key)
-        if table is None:
-            num_rows = self.size * self.stride(area, row_bytes)
-            start = self._areas[copy][area].start
-            with torch.inference_mode(False):
-                rows = self._bytes[start : start + num_rows * row_bytes].view(num_rows, row_bytes)
-                table = rows.view(dtype)
-            self._tables[key] = table
-        return table
-
-    @property
-    def _copy(self) -> int:
-        return self._round % 2
-
-    def _reserve(self, copy: int, area: str, num_rows: int, row_bytes: int, place: int) -> None:
-        """Have the pages before they are touched: a touch that fails would kill the process."""
-        key = (copy, area, row_bytes, place)
-        held = self._reserved.get(key, 0)
-        if num_rows <= held:
-            return
-        stride = self.stride(area, row_bytes)
-        if num_rows > stride:
-            raise WindowError(
-                f"shared memory: {num_rows} rows of {row_bytes} B do not fit into the {stride} that"
-                f" a rank may have in a window of {self.size} ranks; use more ranks or fewer tokens"
-            )
-        # A quarter more than asked, so that ragged steps do not grow it again and again.
-        wanted = min(stride, num_rows + num_rows // 4)
-        first = self._areas[copy][area].start + (place * stride + held) * row_bytes
-        last = first + (wanted - held) * row_bytes
-        for start in range(first, last, STEP_BYTES):
-            _allocate(self._fd, start, min(STEP_BYTES, last - start))
-        self._reserved[key] = wanted
+        rows = self._rows[copy].get(key)
+        if rows is None:
+            where = self._areas[copy][area]
+            rows = Rows(self._fd, self._bytes, where, self.size, self.place, row_bytes)
+            self._rows[copy][key] = rows
+        return rows
 
 
 def open_window(group: RankGroup, timeout_s: float) -> Window:
@@ -261,10 +286,6 @@ def open_window(group: RankGroup, timeout_s: float) -> Window:
         if outcome is not None:
             raise WindowError(f"shared memory: rank {peer.rank}: {outcome}")
     return window
-
-
-def _same_storage(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _span() -> int:

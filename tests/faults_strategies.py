@@ -202,9 +202,9 @@ def row_taken_from_the_round_before(patch):
         rows[-1:] = before(self).index_select(0, torch.from_numpy(index[-1:]))
         return rows
 
-    def take_to_answer(original, self, index, entry_bytes):
-        rows, lent = original(self, index, entry_bytes)
-        rows[-1:] = before(self).index_select(0, torch.from_numpy(index[-1:]))
+    def take_to_answer(original, self, index, entry_bytes, dtype):
+        rows, lent = original(self, index, entry_bytes, dtype)
+        rows[-1:] = before(self).index_select(0, torch.from_numpy(index[-1:])).view(dtype)
         return rows, lent
 
     def take_runs(original, self, starts, lengths):

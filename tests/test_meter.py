@@ -1,5 +1,7 @@
 """The meter counts what it is given, where it is told, and refuses parts that do not add up."""
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -155,3 +157,19 @@ def test_large_counts_do_not_wrap():
     packed = torch.empty(1, 1, dtype=torch.uint8).expand(1_310_720, 16384)
     meter.record(Position(0, "dispatch"), packed, [("hidden", packed)], [1_310_720], [1_310_720])
     assert meter.sent.sum() == 1_310_720 * 16384 > 2**32
+
+
+def test_what_is_put_and_taken_is_booked_where_it_belongs_place_by_place():
+    """Back and forth between places, also by equal positions, and after a journey by pickle."""
+    meter = TrafficMeter(2, 2)
+    parts = [("hidden", torch.zeros(1, 3, dtype=torch.uint8))]
+    for round_ in range(2):
+        for layer, phase in ((0, "dispatch"), (0, "combine"), (1, "dispatch")):
+            meter.put(Position(layer, phase), parts, [1, layer + 2])
+            meter.taken(Position(layer, phase), 5, [0, 1])
+        if not round_:
+            meter = pickle.loads(pickle.dumps(meter))
+    hidden = meter.sent[:, 0, :, KINDS.index("hidden")]
+    assert hidden.tolist() == [[[6, 12], [6, 12]], [[6, 18], [0, 0]]]
+    assert meter.rows[:, 0].tolist() == [[[2, 4], [2, 4]], [[2, 6], [0, 0]]]
+    assert meter.received[:, 0].tolist() == [[[0, 10], [0, 10]], [[0, 10], [0, 0]]]

@@ -152,6 +152,9 @@ class Dispatcher(ABC, Generic[Handle]):
 
     def __init__(self, setup: DispatchSetup) -> None:
         self.setup = setup
+        self._meter = setup.transport.meter
+        self._on_gpu = setup.transport.world.device.type == "cuda"
+        self._positions: dict[tuple[str, str], Position] = {}
 
     def dispatch(
         self,
@@ -261,7 +264,7 @@ class Dispatcher(ABC, Generic[Handle]):
     ) -> Pending[Result]:
         """Start a phase now and book, when it is finished, the time spent inside it: what passes
         between the two, while rows travel beneath other work, is not counted."""
-        meter, position = self.setup.transport.meter, self._position(phase, direction)
+        meter, position = self._meter, self._position(phase, direction)
         meter.phase_began(position)
         started = time.perf_counter()
         finish = start()
@@ -270,16 +273,19 @@ class Dispatcher(ABC, Generic[Handle]):
         def wait() -> Result:
             resumed = time.perf_counter()
             result = finish()
-            if self.setup.transport.world.device.type == "cuda":
+            if self._on_gpu:
                 torch.cuda.synchronize()  # a phase has ended when its rows are there
-            seconds = spent + time.perf_counter() - resumed
-            meter.phase_ended(position, seconds)
+            meter.phase_ended(position, spent + time.perf_counter() - resumed)
             return result
 
         return Pending(wait)
 
     def _position(self, phase: str, direction: str = "forward") -> Position:
-        return Position(self.setup.layer, phase, direction)
+        position = self._positions.get((phase, direction))
+        if position is None:
+            position = Position(self.setup.layer, phase, direction)
+            self._positions[phase, direction] = position
+        return position
 
     @cached_property
     def _logical_to_physical(self) -> Tensor:
@@ -300,7 +306,8 @@ class Dispatcher(ABC, Generic[Handle]):
             entry = (topk_ids + 1).flatten()
             return self._logical_to_physical.index_select(0, entry).view(topk_ids.shape)
         ids, num_experts = topk_ids.numpy(), self.setup.placement.num_experts
-        highest = ids.view(np.uint64).max(initial=0)  # what is negative comes out above all others
+        # Of those without a sign, where what is negative comes out above all others.
+        highest = np.maximum.reduce(ids.view(np.uint64), axis=None, initial=0)
         if highest < num_experts and self._numbers_agree:
             return topk_ids
         entry = ids + 1
@@ -315,14 +322,15 @@ class Dispatcher(ABC, Generic[Handle]):
         return bool((slots == np.arange(len(slots))).all())
 
     def _check_shapes(self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
-        choices, setup = (len(hidden), self.setup.top_k), self.setup
+        setup, shape = self.setup, hidden.shape
+        choices = (shape[0] if shape else 0, setup.top_k)
         if (
-            hidden.shape == (len(hidden), setup.width)
+            shape == (choices[0], setup.width)
             and topk_ids.shape == choices
             and topk_weights.shape == choices
         ):
             return
-        wanted = {"hidden": (len(hidden), setup.width)} | {
+        wanted = {"hidden": (choices[0], setup.width)} | {
             name: choices for name in ("topk_ids", "topk_weights")
         }
         given = {"hidden": hidden, "topk_ids": topk_ids, "topk_weights": topk_weights}

@@ -59,7 +59,7 @@ def one_sided(setup: DispatchSetup) -> Dispatcher:
 class OneSidedHandle:
     """slots: int64 [T, K], S for none
     choice: int64 [N] flat (token, k) of each copy, in slot order
-    copies_before: int64 [S + 1], how many of them slots before each have
+    copies, copies_before: int64 [S] and [S + 1], how many each slot has, and slots before it
     starts, counts: int64 [R, e]: where among each source's copies those for each slot of this rank
         begin, and how many they are
     begins: int64 [R, e], where those begin among the expert-major rows
@@ -68,6 +68,7 @@ class OneSidedHandle:
     """
 
     choice: Tensor
+    copies: np.ndarray
     copies_before: np.ndarray
     starts: np.ndarray
     counts: np.ndarray
@@ -90,33 +91,34 @@ class OneSided(WeightsAtHome[OneSidedHandle]):
         setup = self.setup
         round_ = self._round("dispatch", "forward", setup.wire_dispatch)
         choice, rows_per_slot = permute.order_by_slot(slots, setup.placement.num_slots)
-        copies_of = rows_per_slot.numpy()
-        before = sums_before(copies_of)
-        ids = round_.lay_out_list(permute.token_of(choice, setup.top_k).numpy())
+        copies = rows_per_slot.numpy()
+        before = sums_before(copies)
+        ids = round_.lay_out_list(choice.numpy() // setup.top_k)
         round_.lay_out(setup.wire_dispatch, hidden, self._by_rank(before), ids)
-        round_.announce(before[:-1], copies_of, self._letters)
+        round_.announce(before[:-1], copies, self._letters)
         round_.publish()
 
         def finish() -> DispatchResult[OneSidedHandle]:
             round_.meet()
-            first_slot = int(setup.placement.first_slot[setup.rank])
-            starts, counts = round_.hear_announced(first_slot, setup.num_local_slots)
+            starts, counts = round_.hear_announced(*self._own_slots)
             entries, begins = expert_major(starts + round_.list_firsts[:, None], counts)
             rows, lent = self._take(round_, round_.listed(entries))
             return DispatchResult(
-                setup.wire_dispatch.decode(rows, setup.width, setup.dtype),
-                torch.from_numpy(counts.sum(0)),
-                OneSidedHandle(choice, before, starts, counts, begins, topk_weights, lent),
+                rows,
+                torch.from_numpy(np.add.reduce(counts)),
+                OneSidedHandle(choice, copies, before, starts, counts, begins, topk_weights, lent),
             )
 
         return finish
 
     def _take(self, round_: SharedRound, index: np.ndarray) -> tuple[Tensor, int]:
-        """The rows, and their number where the window lent the memory: where the answers will lie,
-        if nobody keeps the rows for backward and neither way is there anything to convert."""
+        """The rows as values, and their number where the window lent the memory: where the answers
+        will lie, if nobody keeps the rows for backward and neither way anything is converted."""
+        setup = self.setup
         if torch.is_inference_mode_enabled() and self._converts_nothing:
-            return round_.take_to_answer(index, ENTRY_BYTES)
-        return round_.take(index, ENTRY_BYTES), 0
+            return round_.take_to_answer(index, ENTRY_BYTES, setup.dtype)
+        rows = round_.take(index, ENTRY_BYTES)
+        return setup.wire_dispatch.decode(rows, setup.width, setup.dtype), 0
 
     @cached_property
     def _converts_nothing(self) -> bool:
@@ -150,22 +152,25 @@ class OneSided(WeightsAtHome[OneSidedHandle]):
 
     def _answers_at(self, round_: SharedRound, handle: OneSidedHandle) -> np.ndarray:
         """Where in the table each copy's answer is: int32 [N]."""
-        placement, before = self.setup.placement, handle.copies_before
-        slots = placement.slots_per_rank
+        placement, rank = self.setup.placement, self.setup.rank
         if self._placed_evenly:
-            begins_at = round_.hear_alike(int(slots[0]) * self.setup.rank, int(slots[0])).flatten()
+            slots = self._own_slots[1]
+            begins_at = round_.hear_alike(slots * rank, slots).flatten()
         else:
-            begins_at = round_.hear(slots * self.setup.rank, slots)
-        begins_at += round_.firsts[placement.slot_rank] - before[:-1]
-        behind = np.arange(before[-1], dtype=np.int32)
-        return behind + begins_at.astype(np.int32).repeat(before[1:] - before[:-1])
+            slots_of = placement.slots_per_rank
+            begins_at = round_.hear(slots_of * rank, slots_of)
+        begins_at += round_.firsts.take(placement.slot_rank)
+        begins_at -= handle.copies_before[:-1]
+        index = begins_at.astype(np.int32).repeat(handle.copies)
+        index += np.arange(len(index), dtype=np.int32)
+        return index
 
     def _sum_in_place(
         self, round_: SharedRound, handle: OneSidedHandle, index: np.ndarray
     ) -> Tensor:
         """Each token's answers added up where they lie, ascending k: [T, W]. Rows of 16 bits with
         weights of 16 bits, as each row of them is read but once."""
-        round_.count_taken(index)
+        round_.count_taken(index, rank_by_rank=True)
         row, first, valid = self._in_choice_order(handle, torch.from_numpy(index))
         table = round_.table_of(self.setup.dtype)
         weights = permute.of_rows(handle.weights, valid).to(table.dtype)
@@ -207,8 +212,8 @@ class OneSided(WeightsAtHome[OneSidedHandle]):
     def _in_choice_order(
         self, handle: OneSidedHandle, numbers: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | slice]:
-        tokens = len(handle.weights)
-        return permute.rows_in_choice_order(handle.choice, tokens, self.setup.top_k, numbers)
+        tokens, top_k = handle.weights.shape
+        return permute.rows_in_choice_order(handle.choice, tokens, top_k, numbers)
 
     def _round(
         self, phase: str, direction: str, wire: WireFormat, area: str = "rows"
@@ -235,6 +240,12 @@ class OneSided(WeightsAtHome[OneSidedHandle]):
         return bool((slots == slots[0]).all())
 
     @cached_property
+    def _own_slots(self) -> tuple[int, int]:
+        """The first of this rank, and how many it has."""
+        first_slot = self.setup.placement.first_slot[self.setup.rank]
+        return int(first_slot), self.setup.num_local_slots
+
+    @cached_property
     def _slots_alike(self) -> np.ndarray:
         """This rank's slots, told to each: int64 [R]."""
         return np.full(self.setup.world_size, self.setup.num_local_slots)
@@ -245,7 +256,7 @@ class OneSided(WeightsAtHome[OneSidedHandle]):
 
     def _by_rank(self, copies_before: np.ndarray) -> np.ndarray:
         """How many copies are for each rank: int64 [S + 1] -> [R]."""
-        before = copies_before[self.setup.placement.first_slot]
+        before = copies_before.take(self.setup.placement.first_slot)
         return before[1:] - before[:-1]
 
 
@@ -270,5 +281,6 @@ def expert_major(starts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np
     runs = counts.T.ravel()
     ends = runs.cumsum()
     begins = ends - runs
-    places = np.arange(ends[-1] if len(ends) else 0) + (starts.T.ravel() - begins).repeat(runs)
+    places = (starts.T.ravel() - begins).repeat(runs)
+    places += np.arange(len(places))
     return places, begins.reshape(counts.T.shape).T

@@ -16,8 +16,9 @@ from torch import Tensor
 from comm.header import HEADER_WORDS, check_headers, counting, header
 from comm.meter import EVERY_RANK, Position
 from comm.transport import Transport
-from comm.wire import CastFormat, Parts, WireFormat, as_bytes, view_as
+from comm.wire import CastFormat, Parts, WireFormat, as_bytes
 
+WORD_BYTES = 8  # of a counts message
 ENTRY_BYTES = 4  # of a list: the number of a row in the table
 
 
@@ -68,16 +69,20 @@ class SharedRound:
         self._group = transport.group
         whole = self._group.size == self._meter.world_size
         self._ranks = EVERY_RANK if whole else np.array(self._group.ranks)
-        self._place = transport.group.rank
+        self._place, self._size = self._group.rank, self._group.size
         self.header = header(position, row_bytes, wire_code)
         self.stride = self._window.stride(area, row_bytes)
-        places = np.arange(self._group.size)
+        self._edges = np.arange(self._size + 1, dtype=np.int32)
+        places, self._ones = np.arange(self._size), np.ones(self._size, np.int64)
         self.firsts = self.stride * places
+        self._first = self.stride * self._place
         self.list_firsts = self._window.stride("ids", ENTRY_BYTES) * places
+        areas = (("words", WORD_BYTES), ("ids", ENTRY_BYTES), (area, row_bytes))
+        self._copies = [[self._window.rows_of(copy, *one) for one in areas] for copy in (0, 1)]
 
     def begin(self) -> SharedRound:
         """The same phase once more."""
-        self._window.begin()
+        self._words, self._lists, self._rows = self._copies[self._window.begin()]
         return self
 
     @property
@@ -87,25 +92,24 @@ class SharedRound:
 
     def table_of(self, dtype: torch.dtype) -> Tensor:
         """The same as values: [R * stride, W]."""
-        return self._window.table(self._area, self.row_bytes, dtype)
+        return self._rows.as_type(dtype)
 
     def tell(self, words: np.ndarray, lengths: np.ndarray) -> None:
         """Lay out a counts message for each rank, one after another: int64 words, lengths [R]."""
-        self._window.word_room("words", len(words), np.int64)[:] = words
+        self._words.own_words(len(words))[:] = words
         self._tell(words, lengths)
 
     def hear(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Take each rank's message to this one: lengths [R] words from starts [R] on in all that it
         has told, one after another, int64 [sum(lengths)]."""
-        self._meter.taken(self.position, 8, lengths, self._ranks)
-        told = self._window.words("words", np.int64)
-        parts = zip(told, starts.tolist(), (starts + lengths).tolist(), strict=True)
+        self._meter.taken(self.position, WORD_BYTES, lengths, self._ranks)
+        parts = zip(self._words.words, starts.tolist(), (starts + lengths).tolist(), strict=True)
         return np.concatenate([words[start:end] for words, start, end in parts])
 
     def hear_alike(self, start: int, length: int) -> np.ndarray:
         """The same where all messages are in the same place: int64 [R, length]."""
-        self._meter.taken(self.position, 8, np.full(self._group.size, length), self._ranks)
-        return self._window.words("words", np.int64)[:, start : start + length]
+        self._meter.taken(self.position, WORD_BYTES * length, self._ones, self._ranks)
+        return self._words.words[:, start : start + length]
 
     def announce(self, starts: np.ndarray, lengths: np.ndarray, places: Letters) -> None:
         """Tell each rank where its runs of rows begin and how long they are; starts, lengths:
@@ -114,7 +118,7 @@ class SharedRound:
         A message is the header and a word for each run, of two halves.
         """
         assert not len(starts) or starts[-1] + lengths[-1] < 1 << 31, "rows are told in 32 bits"
-        words = self._window.word_room("words", len(starts) + places.headers.size, np.int64)
+        words = self._words.own_words(len(starts) + places.headers.size)
         words[places.headers] = self.header + places.counting
         words[places.runs] = lengths << 32 | starts
         self._tell(words, places.lengths)
@@ -130,7 +134,9 @@ class SharedRound:
         """
         start, length = HEADER_WORDS * self._place + first_run, HEADER_WORDS + num_runs
         heard = self.hear_alike(start, length)
-        self._check(heard[:, :HEADER_WORDS], self.header + counting(np.array([num_runs]))[0])
+        expected = self.header.copy()
+        expected[1] += num_runs << 32
+        self._check(heard[:, :HEADER_WORDS], expected)
         runs = heard.T[HEADER_WORDS:].copy()  # an expert's together: the order that is wanted next
         return (runs & 0xFFFFFFFF).T, (runs >> 32).T
 
@@ -146,11 +152,11 @@ class SharedRound:
         rows_to: takings by each rank, int64 [R]; listed: what each of them adds to the row
         """
         if isinstance(wire, CastFormat):  # in one pass, whatever the type of the values
-            room = self._window.room(self._area, len(values), self.row_bytes, self._place)
+            room = self._rows.own_room(values.shape[0])
             if values.dtype == wire.dtype:  # numpy copies with memcpy, a tenth faster than torch
-                room.numpy()[:] = as_bytes(values).numpy()
+                room[:] = as_bytes(values).numpy()
             else:
-                view_as(room, wire.dtype).copy_(values)
+                torch.from_numpy(room).view(wire.dtype).copy_(values)
             parts = [("hidden", room)]
         else:
             parts = wire.encode(values)
@@ -175,8 +181,9 @@ class SharedRound:
     def lay_out_list(self, rows: np.ndarray) -> list[tuple[str, np.ndarray]]:
         """int64 [N], which of its rows this rank means, in the order in which they are taken: their
         numbers in the table, in 32 bits each."""
-        room = self._window.word_room("ids", len(rows), np.int32)
-        np.add(rows, self.firsts[self._place], out=room, casting="same_kind")
+        room = self._lists.own_words(len(rows))
+        room[:] = rows
+        room += self._first
         return [("ids", room[:, None])]
 
     def hand_back(
@@ -203,7 +210,7 @@ class SharedRound:
 
     def listed(self, at: np.ndarray) -> np.ndarray:
         """Entries of the lists: int32 [M], counted with the rows that they name; at: int64 [M]"""
-        return self._window.words("ids", np.int32).ravel().take(at)
+        return self._lists.words.ravel().take(at)
 
     def take(self, index: np.ndarray, entry_bytes: int = 0) -> Tensor:
         """Copy rows of the table: uint8 [len(index), row_bytes].
@@ -213,12 +220,16 @@ class SharedRound:
         self.count_taken(index, entry_bytes)
         return self.table.index_select(0, torch.from_numpy(index))
 
-    def take_to_answer(self, index: np.ndarray, entry_bytes: int) -> tuple[Tensor, int]:
+    def take_to_answer(
+        self, index: np.ndarray, entry_bytes: int, dtype: torch.dtype
+    ) -> tuple[Tensor, int]:
         """Copy rows of the table into memory that the next round will find them in, if it lays out
-        answers: the rows, and what comm.shm.Window.is_lent wants to hear of them."""
+        answers: the rows as values, and what comm.shm.Window.is_lent wants to hear of them."""
         self.count_taken(index, entry_bytes)
-        rows, lent = self._window.lend("answers", len(index), self.row_bytes)
-        return torch.index_select(self.table, 0, torch.from_numpy(index), out=rows), lent
+        room, rows, lent = self._window.lend("answers", len(index), self.row_bytes, dtype)
+        # "clip", since numpy otherwise fills a copy of `out` first, to leave it whole on an error.
+        self._rows.array.take(index, 0, room, "clip")
+        return rows, lent
 
     def take_runs(self, starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
         """Copy a run of rows of each rank, from `starts` on in its region: uint8 [N, row_bytes]."""
@@ -235,12 +246,22 @@ class SharedRound:
         first = self._place * self.stride
         return self.table[first : first + int(rows_from.sum())]
 
-    def count_taken(self, index: np.ndarray, entry_bytes: int = 0) -> None:
-        """Book rows of the table that this rank reads where they are."""
-        if self._meter.enabled:
-            rank = index >> self.stride.bit_length() - 1
-            rows_from = np.bincount(rank, minlength=self._group.size)
-            self._meter.taken(self.position, self.row_bytes + entry_bytes, rows_from, self._ranks)
+    def count_taken(
+        self, index: np.ndarray, entry_bytes: int = 0, rank_by_rank: bool = False
+    ) -> None:
+        """Book rows of the table that this rank reads where they are.
+
+        rank_by_rank: all of rank 0 come first, then all of rank 1, ...
+        """
+        if not self._meter.enabled:
+            return
+        rank = index >> self.stride.bit_length() - 1
+        if rank_by_rank:
+            ends = rank.searchsorted(self._edges)
+            rows_from = ends[1:] - ends[:-1]
+        else:
+            rows_from = np.bincount(rank, minlength=self._size)
+        self._meter.taken(self.position, self.row_bytes + entry_bytes, rows_from, self._ranks)
 
     def _check(self, theirs: np.ndarray, mine: np.ndarray) -> None:
         ranks = self._group.ranks
