@@ -46,7 +46,7 @@ LABELS = ("name", "source", "path")  # of a group: set by its file, not by hand
 STATUSES = {
     0: "nothing differs from a prediction",
     2: "the command line or the configuration is wrong",
-    3: "counted bytes differ from a prediction",
+    3: "counted bytes differ from a prediction, or a claim's verdict from the recorded one",
     4: "outputs differ from the reference",
     5: "the kernel's counters do not reconcile with the counted bytes",
     6: "a rank raised, died or timed out",
