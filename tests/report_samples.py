@@ -323,7 +323,7 @@ def _interface(node: int) -> dict[str, Any]:
     """What a host's interface saw, as comm.interfaces has it."""
     words = {"host": f"host {node}", "machine": f"machine {node}", "interface": "eth0"}
     sent = {"sent_bytes": 1003, "received_bytes": 1004, "counted_bytes": 1000, "bound_bytes": 10}
-    return {**words, "own": True, **sent}
+    return {**words, "own": True, **sent, "resent_bytes": 0}
 
 
 def _placed(run: RunShape) -> dict[str, Any]:
