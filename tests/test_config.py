@@ -92,7 +92,7 @@ def test_wire_names_are_those_of_the_wire():
         ),
         (
             "job=emulat",
-            "job=emulat: no such job; choose bench, doctor, emulate, predict"
+            "job=emulat: no such job; choose bench, doctor, emulate, predict, report"
             " (did you mean emulate?)",
         ),
         ("hydra.verbose=true", "hydra.verbose=true: no such key; wideep --help lists them"),
