@@ -64,7 +64,12 @@ LISTED = {  # document -> the options that it must explain
     "routers": SOURCES,
     "placement": (*options("placement"), *REPLICA_CHOICES),
 }
-NO_JOB = {"pip": ["install -e ."], ".venv/bin/ruff": ["check .", "format ."]}
+NO_JOB = {
+    "pip": ["install -e ."],
+    "source": [".venv/bin/activate"],
+    "pytest": ["test_traffic.py"],
+    ".venv/bin/ruff": ["check .", "format ."],
+}
 NO_KEY = {"law", "nodes", "rate"}  # an argument in Python, and words of launch.sh
 
 
