@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from comm.claim_form import Claim, ClaimError, read_claim
+from comm.claims.form import Claim, ClaimError, read_claim
 from moe.attention import AttentionShape, ReleasedWeights, UnknownShape
 from moe.conf_files import conf_dir
 from moe.model import ModelShape

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import yaml
 
-from comm.claim_form import Claim, read_claim
-from comm.claim_scope import World
-from comm.claims import Outcome, evaluate
+from comm.claims.form import Claim, read_claim
+from comm.claims.judge import Outcome, evaluate
+from comm.claims.scope import World
 from moe.claim_files import read_claims, tables
 from moe.conf_files import conf_dir
 from moe.config import compose
@@ -34,7 +34,7 @@ def outcome(name: str) -> Outcome:
 
 def given(**values: object) -> World:
     """The world with other values; `model__top_k` stands for model.top_k."""
-    from comm.claim_form import read_input
+    from comm.claims.form import read_input
 
     named = {name.replace("__", "."): read_input(name, value) for name, value in values.items()}
     return World(all_tables(), named)

@@ -3,10 +3,10 @@
 import pytest
 from claim_samples import all_claims, all_tables, entry, given, judged, outcome
 
-from comm.claim_changes import changes
-from comm.claim_form import VERDICTS, ClaimError, read_claim
-from comm.claim_scope import World
-from comm.claims import evaluate, with_run
+from comm.claims.changes import changes
+from comm.claims.form import VERDICTS, ClaimError, read_claim
+from comm.claims.judge import evaluate, with_run
+from comm.claims.scope import World
 
 WORLD = World(all_tables())
 

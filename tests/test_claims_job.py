@@ -12,9 +12,9 @@ from claim_samples import FOLDER, all_claims, entry, outcome, write
 from command_line import ROOT, wideep
 
 from comm.analytic.formulas import FORMULAS
-from comm.claim_form import FIELDS
-from comm.claim_words import outcome_words
-from comm.claims import with_run
+from comm.claims.form import FIELDS
+from comm.claims.judge import with_run
+from comm.claims.words import outcome_words
 from moe.__main__ import main
 from moe.jobs.claim_runs import figures_of
 

@@ -10,7 +10,7 @@ from math import isclose
 import pytest
 from claim_samples import all_claims, given, outcome
 
-from comm.claims import evaluate
+from comm.claims.judge import evaluate
 
 # claim -> (setting, figure in the base unit, half a unit of its last digit)
 FOUND = {

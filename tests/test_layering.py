@@ -68,21 +68,23 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
     "comm.analytic": ("comm.analytic", "comm.topology"),
     "comm.verdict": ("comm.analytic",),
     # Claims are worked out from formulas alone; what a run has counted is handed to them.
-    "comm.claim_form": ("comm.analytic",),
-    "comm.claim_scope": ("comm.analytic", "comm.claim_form"),
-    "comm.claims": ("comm.analytic", "comm.claim_form", "comm.claim_scope"),
-    "comm.claim_changes": (
-        *("comm.analytic", "comm.claim_form", "comm.claim_scope", "comm.claims"),
+    "comm.claims.form": ("comm.analytic",),
+    "comm.claims.scope": ("comm.analytic", "comm.claims.form"),
+    "comm.claims.judge": ("comm.analytic", "comm.claims.form", "comm.claims.scope"),
+    "comm.claims.changes": (
+        *("comm.analytic", "comm.claims.form", "comm.claims.scope", "comm.claims.judge"),
     ),
-    "comm.claim_words": (
-        *("comm.analytic", "comm.claim_changes", "comm.claim_form", "comm.claim_scope"),
-        "comm.claims",
+    "comm.claims.words": (
+        *("comm.analytic", "comm.claims.changes", "comm.claims.form", "comm.claims.scope"),
+        "comm.claims.judge",
     ),
+    "comm.claims": (),
     # The witness and its judge know neither the meter nor a prediction.
     "comm.reconcile": ("comm.verdict",),
     "comm.kernel": ("torch", "comm.tcp", "comm.reconcile", "comm.world"),
     "comm.interfaces": ("comm.tcp", "comm.verdict"),
-    # Nor rich: a page in HTML is no page of a terminal. Only `charts` may draw.
+    # Nor rich: a page in HTML is no page of a terminal. Only `charts` and `curves` may draw.
+    "comm.report.curves": ("matplotlib", "comm.report"),
     "comm.report.page.charts": ("matplotlib", "comm.report.page.html", "comm.report.units"),
     "comm.report.page": ("comm.report", "comm.topology"),
     "comm.report": ("rich", "comm.report", "comm.topology", "comm.analytic.rows"),
@@ -172,12 +174,12 @@ RULES: dict[str, tuple[str, ...]] = PURE | {
     ),
     "moe.claim_files": (
         *("moe.attention", "moe.conf_files", "moe.model", "moe.parameters", "moe.pools"),
-        "comm.claim_form",
+        "comm.claims.form",
     ),
     "moe.jobs.claims": (
         *("moe.claim_files", "moe.conf_files", "moe.jobs.claim_runs", "moe.settings"),
-        *("moe.version", "comm.analytic", "comm.claim_changes", "comm.claim_form"),
-        *("comm.claim_scope", "comm.claim_words", "comm.claims", "comm.report"),
+        *("moe.version", "comm.analytic", "comm.claims.changes", "comm.claims.form"),
+        *("comm.claims.scope", "comm.claims.words", "comm.claims.judge", "comm.report"),
     ),
     "moe.jobs.report": ("moe.settings", "comm.report"),
 }

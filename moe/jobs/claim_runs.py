@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from comm.analytic.rows import PAYLOAD_KINDS
-from comm.claim_form import ClaimError
+from comm.claims.form import ClaimError
 from moe.config import compose
 from moe.fitness import check
 from moe.jobs import ranks

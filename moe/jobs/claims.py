@@ -13,11 +13,11 @@ from pathlib import Path
 
 from comm.analytic.expressions import nearest
 from comm.analytic.quantity import QuantityError
-from comm.claim_changes import changes
-from comm.claim_form import Claim, ClaimError, Input, read_input
-from comm.claim_scope import World
-from comm.claim_words import outcome_words
-from comm.claims import Outcome, evaluate, names_of, with_run
+from comm.claims.changes import changes
+from comm.claims.form import Claim, ClaimError, Input, read_input
+from comm.claims.judge import Outcome, evaluate, names_of, with_run
+from comm.claims.scope import World
+from comm.claims.words import outcome_words
 from comm.report.answer import LABEL
 from comm.report.claims_page import claim_page, claims_page
 from comm.report.console import WIDTH, print_lines

@@ -6,8 +6,8 @@
     memory    what a step reads, and how many machines hold it
     fabric    ports of a network
 
-`arithmetic`, the formula with an expression of the claim's own, is in comm.claims: it may call any
-of these.
+`arithmetic`, the formula with an expression of the claim's own, is in comm.claims.judge: it may
+call any of these.
 """
 
 from comm.analytic.formulas import fabric, memory, routing, traffic

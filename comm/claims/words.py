@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from comm.analytic.quantity import Quantity, in_unit, show
-from comm.claim_changes import Change
-from comm.claim_form import Claim
-from comm.claim_scope import Line
-from comm.claims import COUNTED, Case, Outcome
+from comm.claims.changes import Change
+from comm.claims.form import Claim
+from comm.claims.judge import COUNTED, Case, Outcome
+from comm.claims.scope import Line
 
 RELATION_WORDS = {
     "equals": "",

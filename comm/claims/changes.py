@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from comm.analytic.formulas import FORMULAS
 from comm.analytic.quantity import Quantity
-from comm.claim_form import Claim, ClaimError
-from comm.claim_scope import World, value_of
-from comm.claims import Case, evaluate, names_of
+from comm.claims.form import Claim, ClaimError
+from comm.claims.judge import Case, evaluate, names_of
+from comm.claims.scope import World, value_of
 
 FARTHEST, NARROWINGS = 10, 40  # factors of two, halvings
 

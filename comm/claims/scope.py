@@ -15,7 +15,7 @@ from typing import Any
 from comm.analytic.expressions import BUILT_IN, Expression, ExpressionError, Value, nearest
 from comm.analytic.formulas import FORMULAS, Parameter, Step
 from comm.analytic.quantity import Quantity, QuantityError, scaled, show
-from comm.claim_form import TABLES, Claim, Input
+from comm.claims.form import TABLES, Claim, Input
 
 SUFFIXES: Mapping[str, tuple[float, int, int]] = {  # units in names of fields
     "_GB": (1e9, 1, 0),

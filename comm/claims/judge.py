@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from comm.analytic.expressions import Expression, ExpressionError, nearest
 from comm.analytic.formulas import FORMULAS
 from comm.analytic.quantity import Quantity, QuantityError, dimension_words, show
-from comm.claim_form import TABLES, Claim, ClaimError, Input
-from comm.claim_scope import Line, Scope, Unknown, World
+from comm.claims.form import TABLES, Claim, ClaimError, Input
+from comm.claims.scope import Line, Scope, Unknown, World
 
 COUNTED = "counted by a run"
 ROUNDING = 1e-9  # of floating point, relative

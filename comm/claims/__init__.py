@@ -1,0 +1,1 @@
+"""What others say of such networks, as data: read, worked out, judged and explained."""
