@@ -305,7 +305,7 @@ def test_the_command_and_its_status(monkeypatch, capsys):
     assert main(["doctor", "tokens=8"]) == 0
     page = capsys.readouterr().out
     told = [line.split()[1] for line in page.splitlines() if line.startswith(("  ok", "  warn"))]
-    assert len(told) == 12 and "FAIL  " not in page
+    assert len(told) == 13 and "FAIL  " not in page
     assert main(["doctor", "tokens=1000000000"]) == 7
     assert "FAIL  memory" in capsys.readouterr().out
     monkeypatch.setattr("moe.fitness.file_limits", lambda: (20, 4096))
