@@ -371,13 +371,15 @@ def shown(value: Any) -> str:
 def did_you_mean(word: str, names: Iterable[str]) -> str:
     """' (did you mean X?)' with the nearest name, or nothing where none is near.
 
-    A name also matches by its last part: ranks_per_node finds topology.ranks_per_node. Not those of
+    A name also matches by its last part: ranks_per_node finds topology.ranks_per_node; or by its
+    first word: ep finds ep_size. Not those of
     fault.*, which nobody means who writes stepz.
     """
     names = list(names)
     parts = {name.rsplit(".", 1)[-1]: name for name in names if not name.startswith("fault.")}
     by_word = parts | {name: name for name in names}
     near = difflib.get_close_matches(word, by_word, n=1, cutoff=0.6)
+    near = near or [name for name in by_word if name.startswith(f"{word}_")][:1]  # ep: ep_size
     return f" (did you mean {by_word[near[0]]}?)" if near else ""
 
 

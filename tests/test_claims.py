@@ -119,6 +119,7 @@ WRONG = [
     ({"verdict": True}, "verdict=True: choose holds"),
     ({"verdict": None}, "verdict: is missing"),
     ({"why": ""}, "why: is missing"),
+    ({"why": "", "verdict": ""}, r"verdict, why: are missing \(verdict is one of holds, fails, "),
     ({"says": None}, "says: is missing"),
     ({"source": None}, "source: is missing"),
     ({"verdict": "depends"}, "needs turns_on, and two settings"),

@@ -195,6 +195,7 @@ def test_wire_names_are_those_of_the_wire():
         ("model=hf", "model=hf: needs model.path=FILE, the config.json of a released model"),
         ("model.path=/x", "model.path=/x: only model=hf reads a file"),
         ("steps", "steps: expected key=value"),
+        ("ep=8", "ep=8: no such key (did you mean ep_size?); wideep --help lists them"),
         ("stepz", "stepz: expected key=value (did you mean steps?)"),
         ("steps==3", "steps==3: cannot read the value; a text with such signs is written 'steps"),
         ("steps=1,2", "steps=1,2: one value expected; a list is written steps=[a,b]"),

@@ -112,9 +112,10 @@ def _read(entry: Mapping[str, Any]) -> Claim:
     for field in entry:
         if field not in FIELDS:
             raise _Wrong(f"{field}: no such field{nearest(str(field), FIELDS)}")
-    for field in NEEDED:
-        if entry.get(field) in (None, ""):
-            raise _Wrong(f"{field}: is missing")
+    if missing := [field for field in NEEDED if entry.get(field) in (None, "")]:
+        hint = f" (verdict is one of {', '.join(VERDICTS)})" if "verdict" in missing else ""
+        are = "are" if len(missing) > 1 else "is"
+        raise _Wrong(f"{', '.join(missing)}: {are} missing{hint}")
     verdict = _one_of("verdict", entry["verdict"], VERDICTS)
     settings = _settings(entry.get("settings"))
     turns_on = str(entry.get("turns_on") or "")
