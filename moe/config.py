@@ -87,7 +87,10 @@ def variants(word: str) -> list[str]:
         return [word]
     if not override.is_discrete_sweep():
         raise ConfigError(f"{word}: a sweep names its values; write {name}=v1,v2")
-    return [f"{name}={value}" for value in dict.fromkeys(override.sweep_string_iterator())]
+    try:
+        return [f"{name}={value}" for value in dict.fromkeys(override.sweep_string_iterator())]
+    except HydraException as error:  # glob(*)
+        raise ConfigError(f"{word}: a sweep names its values; write {name}=v1,v2") from error
 
 
 def _defaults(typed: Mapping[str, Override]) -> list[str]:
