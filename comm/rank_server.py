@@ -211,12 +211,20 @@ def _run(world: Any, request: bytes) -> bytes:
         report = RankReport(
             world.rank,
             time.monotonic(),
-            error=f"{type(error).__name__}: {error}",
+            error=f"{type(error).__name__}: {_said(error)}",
             details=getattr(error, "details", "") or traceback.format_exc(),
             caused_by_others=is_consequence(error),
             kind=type(error).__name__,
         )
         return pickle.dumps(report)
+
+
+def _said(error: BaseException) -> str:
+    """Its text, also where that fails."""
+    try:
+        return str(error)
+    except Exception as another:
+        return f"(its text raises {type(another).__name__})"
 
 
 def _put_back(world: Any) -> None:

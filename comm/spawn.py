@@ -228,8 +228,10 @@ def is_consequence(error: BaseException) -> bool:
 
     if isinstance(error, DistBackendError | DistNetworkError | ConnectionError):
         return True
+    if not isinstance(error, RuntimeError):
+        return False  # its text is none of ours, and may fail
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(phrase in text for phrase in CONSEQUENCES)
+    return any(phrase in text for phrase in CONSEQUENCES)
 
 
 def _rank_main(

@@ -47,8 +47,12 @@ def read_claims(folder: Path, taken: Mapping[str, Path]) -> dict[str, tuple[Clai
 
 def _entries(path: Path) -> Iterator[tuple[Any, Mapping[str, Any]]]:
     """The claims of a file, each with what the file shares."""
+    if not path.is_file():  # a folder, a pipe, a link to nowhere
+        raise ClaimError(f"{path}: is no file that can be read")
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except OSError as error:
+        raise ClaimError(f"{path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}:" if mark else ""
@@ -56,6 +60,8 @@ def _entries(path: Path) -> Iterator[tuple[Any, Mapping[str, Any]]]:
         raise ClaimError(f"{path}:{line} {problem}") from error
     except RecursionError as error:
         raise ClaimError(f"{path}: is nested too deeply") from error
+    except (ValueError, KeyError, AttributeError) as error:  # 2026-13-45, !!bool maybe
+        raise ClaimError(f"{path}: has a value that YAML cannot read: {error}") from error
     if not isinstance(content, dict):
         raise ClaimError(f"{path}: must be a claim, or have a list claims")
     if "claims" not in content:

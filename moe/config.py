@@ -8,6 +8,7 @@ parts, so every refusal is said again as one ConfigError line.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, field, fields, is_dataclass, make_dataclass, replace
 from functools import cache, partial
@@ -41,6 +42,8 @@ from moe.settings import (
     shown,
 )
 from moe.validate import validate
+
+_ONE_AT_A_TIME = threading.Lock()
 
 __all__ = ["Config", "ConfigError", "compose", "conf_dir", "options", "variants"]
 
@@ -87,7 +90,10 @@ def variants(word: str) -> list[str]:
         return [word]
     if not override.is_discrete_sweep():
         raise ConfigError(f"{word}: a sweep names its values; write {name}=v1,v2")
-    return [f"{name}={value}" for value in dict.fromkeys(override.sweep_string_iterator())]
+    try:
+        return [f"{name}={value}" for value in dict.fromkeys(override.sweep_string_iterator())]
+    except HydraException as error:  # glob(*)
+        raise ConfigError(f"{word}: a sweep names its values; write {name}=v1,v2") from error
 
 
 def _defaults(typed: Mapping[str, Override]) -> list[str]:
@@ -156,8 +162,11 @@ def _unreadable(word: str) -> str:
 
 
 def _compose(overrides: Sequence[str]) -> DictConfig:
-    ConfigStore.instance().store(name="schema", node=_schema(Config))
-    with hydra.initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
+    with (  # hydra has one state for all threads
+        _ONE_AT_A_TIME,
+        hydra.initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"),
+    ):
+        ConfigStore.instance().store(name="schema", node=_schema(Config))
         return hydra.compose("config", overrides=list(overrides))
 
 

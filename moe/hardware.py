@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 
 GB, MIB, GIB = 10**9, 2**20, 2**30
 PHASES = ("dispatch", "combine")
+LEAST, MOST = 1e-9, 1e18  # of any value: beyond them sums and quotients lose all meaning
 
 
 class UnknownHardware(ValueError):
@@ -117,6 +118,12 @@ class HardwareConfig:
                 if not isinstance(entry, str | None) and not 0 < entry < math.inf:  # nan, too
                     raise ValueError(
                         f"hardware.{item.name}={_shown(value)}: must be positive, or null"
+                    )
+                if not isinstance(entry, str | None) and not LEAST <= entry <= MOST:
+                    nearest = min(max(entry, LEAST), MOST)
+                    raise ValueError(
+                        f"hardware.{item.name}={_shown(value)}: must be from {LEAST:g} to {MOST:g};"
+                        f" nearest: {nearest:g}"
                     )
         sizes = len(self.measured_ep_sizes)
         for phase in PHASES:

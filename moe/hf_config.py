@@ -122,6 +122,8 @@ def _around(config: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _load(file: Path) -> dict[str, Any]:
+    if file.exists() and not file.is_file():  # /dev/zero never ends
+        raise ValueError(f"model.path={file} cannot be read: Not a regular file")
     try:
         config = json.loads(file.read_text(encoding="utf-8-sig"))
     except OSError as error:

@@ -22,6 +22,8 @@ def words(settings: Mapping[str, Any], prefix: str = "") -> list[str]:
 
 def _words(settings: Mapping[str, Any], prefix: str) -> Iterator[str]:
     for name, value in settings.items():
+        if not isinstance(name, str):
+            raise TypeError(f"{name!r}: the name of a setting is a text")
         full = prefix.rstrip(".") if prefix and name == "name" else prefix + name
         if isinstance(value, Mapping):
             yield from _words(value, full + ".")

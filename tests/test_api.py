@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -174,6 +175,14 @@ def test_parts_and_options_of_a_group():
     assert (config.router.name, config.router.max_over_mean, config.tokens) == ("skew", 2.0, 7)
     with pytest.raises(TypeError, match="a setting is a number"):
         words({"tokens": {1, 2}})
+    with pytest.raises(TypeError, match="1: the name of a setting is a text"):
+        words({1: 2})
+
+
+def test_threads_may_ask_at_once():
+    with ThreadPoolExecutor(4) as pool:
+        sizes = list(pool.map(lambda size: predict(ep_size=size).config.ep_size, (2, 4, 8, 16)))
+    assert sizes == [2, 4, 8, 16]
 
 
 @pytest.mark.parametrize("first", ["ours", "Jupyter's"])

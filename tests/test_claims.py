@@ -152,6 +152,17 @@ WRONG = [
     ({"run": {"commands": {"a": "ranks=2"}}}, "run: needs commands"),
     ({"run": {"commands": ["ranks=2"], "counted": "1"}}, "run.commands: must be names"),
     ({"steps": {"a b": "1"}, "expression": None}, "steps.a b: cannot be a name"),
+    ({"says": float("nan")}, "says=nan: is no finite number"),
+    ({"says": "1e400 accelerators"}, "is no finite number"),
+    ({"says": "9" * 5000}, "a number of 5000 digits; at most 300"),
+    ({"tolerance": float("inf")}, "tolerance=inf: is no finite number"),
+    ({"formula": ["arithmetic"]}, r"formula=\['arithmetic'\]: must be a text or a number"),
+    ({"inputs": {"racks": [7], "in_a_rack": 72}}, r"inputs.racks=\[7\]: must be a number"),
+    ({"expression": "racks * in_a_rack + 1e400"}, "comes to no finite number"),
+    ({"expression": "racks * in_a_rack / ((10**60)**20 / 7)"}, "a number too large"),
+    ({"expression": "9**9**9"}, "needs a plain number of at most 64"),
+    ({"model": "kimi_k4"}, r"model=kimi_k4: no such file in conf/model/ \(did you mean kimi_k"),
+    ({"hardware": "h300"}, "hardware=h300: no such file in conf/hardware/"),
 ]  # fmt: skip
 
 

@@ -1,9 +1,11 @@
 """wideep claims: the table, one claim in full, exit statuses, files that are wrong, runs."""
 
 import json
+import os
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -180,6 +182,15 @@ WRONG = [
     (entry(says="504 GB"), "sample: says=504 GB: the formula gives a plain number"),
     (entry(verdict="true"), "sample: verdict=true: choose holds, fails"),
     (entry(id="a b"), "id=a b: must be a word"),
+    ("id: x\nsays: 2026-13-45", "mine.yaml: has a value that YAML cannot read: month"),
+    ("id: !!bool maybe", "mine.yaml: has a value that YAML cannot read"),
+    ("id: " + "9" * 5000, "mine.yaml: has a value that YAML cannot read"),
+    (  # a billion of entries in a few lines
+        "a: &a [x]\n"
+        + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in pairwise("abcdefghi"))
+        + "claims: *i",
+        "a claim is a list of fields, id first",
+    ),
 ]
 
 
@@ -191,6 +202,22 @@ def test_a_wrong_file_is_one_line_and_status_2(say, tmp_path, content, message):
     status, page, error = say(f"claims.path={tmp_path / 'own'}")
     assert (status, page) == (2, "")
     assert error.count("\n") == 1 and re.match(rf"wideep: .*{message}", error), error
+
+
+@pytest.mark.parametrize("what", ["folder", "pipe", "loop", "link to nowhere"])
+def test_what_is_no_file_is_one_line_and_status_2(say, tmp_path, what):
+    (tmp_path / "own").mkdir()
+    path = tmp_path / "own" / "mine.yaml"
+    make = {
+        "folder": path.mkdir,
+        "pipe": lambda: os.mkfifo(path),
+        "loop": lambda: path.symlink_to(path),
+        "link to nowhere": lambda: path.symlink_to("nowhere"),
+    }
+    make[what]()
+    status, page, error = say(f"claims.path={tmp_path / 'own'}")
+    assert (status, page) == (2, "")
+    assert error == f"wideep: {path}: is no file that can be read\n"
 
 
 def test_two_claims_of_one_name_are_refused(say, tmp_path):

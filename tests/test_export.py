@@ -243,3 +243,29 @@ def test_mistakes_are_one_line(result, capsys, words, said):
     text = capsys.readouterr().err
     assert re.match(f"wideep: {said}", text) and text.count("\n") == 1
     assert not (result / "nccl_tests").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "to", "said"),
+    [
+        ("traffic.npz", b"PK half a file", "csv", "run/traffic.npz: cannot be read"),
+        ("run.json", b'{"schema": "wid', "csv", "run/run.json: is no JSON"),
+        ("run.json", None, "csv", "run/run.json: has no manifest; it was changed"),
+        ("events.rank1.jsonl", b"garbage\n", "chrome_trace", ".*rank1.jsonl: line 1: is no JSON"),
+        ("events.rank1.jsonl", b"[1]\n", "chrome_trace", "run/events.rank1.*: line 1: is no event"),
+        ("events.rank1.jsonl", b'{"ended_seconds": 1}\n', "chrome_trace", ".*needs seconds"),
+        ("events.rankX.jsonl", b"garbage\n", "chrome_trace", None),
+    ],
+)  # fmt: skip
+def test_files_that_are_broken_are_one_line(result, capsys, name, content, to, said):
+    """None: only the schema is left; a copy of another name is not read."""
+    if content is None:
+        schema = json.loads((result / name).read_text())["schema"]
+        content = json.dumps({"schema": schema}).encode()
+    (result / name).write_bytes(content)
+    status, text = export(f"to={to}", "output_dir=out"), capsys.readouterr().err
+    if said is None:
+        assert (status, text) == (0, "")
+        return
+    assert status == 2 and re.match(f"wideep: {said}", text) and text.count("\n") == 1, text
+    assert not (result.parent / "out").exists()

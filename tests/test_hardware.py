@@ -111,6 +111,10 @@ def test_the_measured_reach_is_that_of_the_next_larger_group():
     [
         ("hardware.scale_up_GBps=-3", "hardware.scale_up_GBps=-3.0: must be positive, or null"),
         ("hardware.nvme_GBps=nan", "hardware.nvme_GBps=nan: must be positive, or null"),
+        (
+            "hardware.scale_up_GBps=1e-320",
+            "hardware.scale_up_GBps=1e-320: must be from 1e-09 to 1e+18; nearest: 1e-09",
+        ),
         ("hardware.scale_up_GBps=x", "hardware.scale_up_GBps=x: must be a number or null"),
         (
             "hardware.measured_ep_sizes=[8]",

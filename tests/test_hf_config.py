@@ -372,6 +372,8 @@ def test_foreign_configs_are_refused(tmp_path: Path, change: dict[str, Any], mes
 def test_files_that_are_no_config(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="config.json cannot be read: No such file"):
         read_hf_config(tmp_path)
+    with pytest.raises(ValueError, match="model.path=/dev/zero cannot be read: Not a regular"):
+        read_hf_config(Path("/dev/zero"))
     file = tmp_path / "weights.bin"
     for content, message in [(b"\x80\xff", "is not JSON"), (b"{", "is not JSON"), (b"[]", "list")]:
         file.write_bytes(content)

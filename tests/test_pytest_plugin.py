@@ -113,6 +113,10 @@ def test_a_rank_that_is_killed_comes_first(suite):
 
 def test_skipped_and_expected_to_fail(suite):
     assert suite["test_skips"][0] == suite["test_known_to_fail"][0] == "skipped"
+    outcome, text, _ = suite["test_expects_to_fail"]
+    assert outcome == "skipped" and "not yet" in text
+    outcome, text, _ = suite["test_raises_an_error_without_a_text"]
+    assert outcome == "failure" and "ranks 0-1 of 2 failed: Mute: (its text raises" in text
     outcome, text, _ = suite["test_one_skips"]
     assert outcome == "failure" and "rank 0 skipped and the others did not" in text
     assert "UserWarning: as in pytest itself" in suite["test_warnings_are_errors"][1]

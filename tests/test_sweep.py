@@ -48,6 +48,11 @@ def test_commas_separate_values_but_not_inside_lists_and_quotes(word, values):
         assert variants(one) == [one]
 
 
+def test_values_that_hydra_would_look_up_are_refused():
+    with pytest.raises(ConfigError, match=r"ep_size=glob\(\*\): a sweep names its values"):
+        variants("ep_size=glob(*)")
+
+
 def test_every_combination_is_a_run_and_what_cannot_run_has_its_reason():
     sweep = read_sweep(
         [

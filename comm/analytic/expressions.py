@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import difflib
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -66,9 +67,14 @@ class Expression:
 
     def evaluate(self, lookup: Lookup, call: Call) -> Quantity:
         """lookup: the value of a name; call: the result of a function that is not built in."""
-        result = _evaluate(self.tree, lookup, call)
+        try:
+            result = _evaluate(self.tree, lookup, call)
+        except OverflowError as error:
+            raise ExpressionError(f"{self.text}: a number too large to be worked out") from error
         if isinstance(result, str):
             raise ExpressionError(f"{self.text}: is a text, not a number")
+        if not abs(result.value) <= sys.float_info.max:  # nan, too
+            raise ExpressionError(f"{self.text}: comes to no finite number")
         return result
 
     def with_numbers(self, lookup: Lookup, call: Call) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import sys
 from dataclasses import dataclass
 
 UNITS: dict[str, tuple[float, int, int]] = {  # factor, power of bytes, power of seconds
@@ -29,6 +30,7 @@ NOUNS = (
     *("heads", "layers", "machines", "nodes", "operations", "parameters", "ports", "ranks"),
     *("rounds", "rows", "sequences", "slots", "tiers", "tokens", "values"),
 )
+MAX_DIGITS = 300
 NUMBER = re.compile(r"([+-]?\d[\d,_]*(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*(.*)")
 
 
@@ -63,13 +65,22 @@ def parse(text: object) -> Quantity:
     if isinstance(text, bool) or not isinstance(text, int | float | str):
         raise QuantityError(f"{text!r} is no number with a unit")
     if isinstance(text, int | float):
-        return Quantity(text)
+        return Quantity(_finite(text))
     found = NUMBER.fullmatch(text.strip())
     if found is None:
         raise QuantityError(f"{text!r} is no number with a unit; write e.g. 141 GB")
     digits = found[1].replace(",", "").replace("_", "")
+    if len(digits) > MAX_DIGITS:
+        raise QuantityError(f"a number of {len(digits)} digits; at most {MAX_DIGITS}")
     number = float(digits) if set(digits) & set(".eE") else int(digits)
-    return scaled(number, found[2].strip())
+    return scaled(_finite(number), found[2].strip())
+
+
+def _finite(number: float) -> float:
+    """Return it; raises QuantityError for nan, inf, and a whole number beyond any float."""
+    if not -sys.float_info.max <= number <= sys.float_info.max:
+        raise QuantityError("is no finite number")
+    return number
 
 
 def scaled(number: float, unit: str) -> Quantity:

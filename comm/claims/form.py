@@ -18,6 +18,7 @@ why          one sentence
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,7 @@ FIELDS = (
     *("row", "relation", "tolerance", "inputs", "settings", "model", "hardware", "formula"),
     *("expression", "steps", "run", "turns_on"),
 )
+STRUCTURED = ("inputs", "settings", "steps", "run")
 ID = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 DOTTED = re.compile(r"[A-Za-z][A-Za-z0-9_]*(\.[A-Za-z][A-Za-z0-9_]*)*")
@@ -94,7 +96,7 @@ def read_claim(entry: Any, shared: Mapping[str, Any] | None = None) -> Claim:
     shared: fields that the whole file gives, such as its source; the claim's own win
     """
     if not isinstance(entry, Mapping):
-        raise ClaimError(f"{str(entry)[:60]!r}: a claim is a list of fields, id first")
+        raise ClaimError(f"{reprlib.repr(entry)}: a claim is a list of fields, id first")
     name = entry.get("id")
     if not isinstance(name, str) or not ID.fullmatch(name):
         raise ClaimError(f"id={name}: must be a word of letters, digits and _")
@@ -112,6 +114,8 @@ def _read(entry: Mapping[str, Any]) -> Claim:
     for field in entry:
         if field not in FIELDS:
             raise _Wrong(f"{field}: no such field{nearest(str(field), FIELDS)}")
+        if field not in STRUCTURED and isinstance(entry[field], list | dict):
+            raise _Wrong(f"{field}={reprlib.repr(entry[field])}: must be a text or a number")
     if missing := [field for field in NEEDED if entry.get(field) in (None, "")]:
         hint = f" (verdict is one of {', '.join(VERDICTS)})" if "verdict" in missing else ""
         are = "are" if len(missing) > 1 else "is"
@@ -165,6 +169,8 @@ def _optional_word(field: str, value: object) -> str | None:
 
 
 def _quantity(field: str, value: object) -> Quantity:
+    if isinstance(value, list | dict):
+        raise _Wrong(f"{field}={reprlib.repr(value)}: must be a number with a unit")
     try:
         return parse(value)
     except QuantityError as error:
@@ -241,7 +247,9 @@ def _steps(entry: Mapping[str, Any]) -> tuple[str, tuple[tuple[str, Expression],
 def _tolerance(value: object) -> tuple[Quantity | Expression, bool]:
     try:
         tolerance = parse(value)
-    except QuantityError:
+    except QuantityError as error:
+        if not isinstance(value, str):
+            raise _Wrong(f"tolerance={value}: {error}") from error
         return _read_expression(value), False
     if tolerance.value < 0:
         raise _Wrong(f"tolerance={value}: must not be negative")

@@ -68,6 +68,7 @@ class Outcome:
 def evaluate(claim: Claim, world: World) -> Outcome:
     """Every setting of a claim; raises ClaimError in one line."""
     try:
+        _refuse_unknown_tables(claim, world)
         evaluated = [
             _evaluate_case(claim, world, name, values)
             for name, values in _settings(claim, world).items()
@@ -175,6 +176,14 @@ def compare(claim: Claim, found: float, slack: float) -> bool:
         "more than": found > said + slack,
         "less than": found < said - slack,
     }[claim.relation]
+
+
+def _refuse_unknown_tables(claim: Claim, world: World) -> None:
+    for field in TABLES:
+        name = getattr(claim, field)
+        if name is not None and name not in world.tables:
+            near = nearest(name, world.tables)
+            raise ExpressionError(f"{field}={name}: no such file in conf/{field}/{near}")
 
 
 def _refuse_unused(claim: Claim, used: set[str]) -> None:

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import copy
 import os
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -60,9 +62,12 @@ class SavedTraffic:
         file = folder / "traffic.npz"
         if not file.is_file():
             raise ValueError(f"result={folder}: has no traffic.npz; its run did not finish")
-        with np.load(file) as saved:
-            axes = {name: tuple(saved[name].tolist()) for name in AXES}
-            return cls(saved["bytes"], saved["rows"], **axes)
+        try:
+            with np.load(file) as saved:
+                axes = {name: tuple(saved[name].tolist()) for name in AXES}
+                return cls(saved["bytes"], saved["rows"], **axes)
+        except (ValueError, KeyError, EOFError, BadZipFile, zlib.error) as error:
+            raise ValueError(f"{file}: cannot be read: {error}") from error
 
 
 class Result:

@@ -117,10 +117,16 @@ def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
     file = path / "run.json" if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"result={path} must be a folder with a run.json, or such a file")
-    record = json.loads(file.read_text())
+    try:
+        record = json.loads(file.read_text())
+    except ValueError as error:  # half a file, or another one
+        raise ValueError(f"{file}: is no JSON: {error}") from error
     schema = record.get("schema") if isinstance(record, dict) else None
     if schema != SCHEMA:
         raise ValueError(f"{file}: schema={schema!r} must be {SCHEMA!r}")
+    for name, kind in (("manifest", dict), ("verdicts", list)):
+        if not isinstance(record.get(name), kind):
+            raise ValueError(f"{file}: has no {name}; it was changed after the run")
     return record
 
 

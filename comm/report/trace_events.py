@@ -24,15 +24,34 @@ def read_events(folder: Path) -> dict[int, list[Event]]:
     """
     found: dict[int, list[Event]] = {}
     for path in folder.glob("events.rank*.jsonl"):
-        (rank,) = re.fullmatch(r"events\.rank(\d+)\.jsonl", path.name).groups()
-        lines = path.read_text().splitlines(keepends=True)
-        found[int(rank)] = [json.loads(line) for line in lines if line.endswith("\n")]
+        named = re.fullmatch(r"events\.rank(\d+)\.jsonl", path.name)
+        if named is None:  # a copy, say
+            continue
+        lines = path.read_bytes().splitlines(keepends=True)
+        found[int(named[1])] = [
+            _event(line, path, number)
+            for number, line in enumerate(lines, 1)
+            if line.endswith(b"\n")
+        ]
     events = [event for rank in found.values() for event in rank]
     if not events:
         raise ValueError(f"result={folder}: has no events.rank*.jsonl with an event")
     if any("ended_seconds" not in event for event in events):
         raise ValueError(f"result={folder}: its events have no times; an older version wrote them")
     return dict(sorted(found.items()))
+
+
+def _event(line: bytes, path: Path, number: int) -> Event:
+    try:
+        event = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{path}: line {number}: is no JSON") from error
+    if not isinstance(event, dict):
+        raise ValueError(f"{path}: line {number}: is no event")
+    times = {name: event[name] for name in ("ended_seconds", "seconds") if name in event}
+    if "seconds" not in times or not all(isinstance(one, int | float) for one in times.values()):
+        raise ValueError(f"{path}: line {number}: is no event: it needs seconds")
+    return event
 
 
 def trace(

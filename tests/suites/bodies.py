@@ -142,6 +142,21 @@ def test_skips():
 
 
 @pytest.mark.ranks(2)
+def test_expects_to_fail():
+    pytest.xfail("not yet")
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+
+@pytest.mark.ranks(2)
+def test_raises_an_error_without_a_text():
+    raise Mute
+
+
+@pytest.mark.ranks(2)
 def test_one_skips(rank):
     if rank == 0:
         pytest.skip("not on all")
