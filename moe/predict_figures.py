@@ -91,6 +91,7 @@ def _bytes(prediction: Prediction) -> dict[str, Any]:
     flow = prediction.traffic.flows[0]
     remote = prediction.traffic.scopes.index("remote")
     figures["rows_per_token"] = float(flow.rows_mean[:, remote].mean()) / run.num_steps / tokens
+    figures["dropped_share"] = prediction.dropped_share
     for name, kinds in (("payload", PAYLOAD_KINDS), ("network", None)):
         total = prediction.of("remote", kinds=kinds)
         figures[f"{name}_bytes_per_token_layer"] = total.mean / tokens / layers

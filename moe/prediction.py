@@ -123,6 +123,16 @@ class Prediction:
             chosen = [traffic.kinds.index(kind) for kind in PAYLOAD_KINDS]
         return int(sum(flow.bytes_per_row[d, p, chosen].sum() for flow in traffic.flows))
 
+    @property
+    def dropped_share(self) -> float:
+        """Of all choices: those that find no room in a buffer of fixed size."""
+        chosen = self.run.top_k * int(active_tokens(self.plan).sum()) / self.run.num_steps
+        if self.run.dispatcher != "padded" or not chosen:
+            return 0.0
+        where = (("dispatch",), PAYLOAD_KINDS, ("forward",))
+        kept = self.of("self", *where).mean + self.of("remote", *where).mean
+        return max(0.0, 1 - kept / self.row_bytes("forward", "dispatch", PAYLOAD_KINDS) / chosen)
+
     @cached_property
     def busiest(self) -> list[Busiest]:
         """By direction, phase and tier, of the layer with the largest load."""

@@ -69,5 +69,12 @@ def test_the_longest_sequence_within_its_own_bytes(cache, tokens):
 def test_a_sequence_may_hold_several_slots_but_moves_one():
     several = Cache(576, 16, 24, state_bytes=STATE, slots=5)
     assert several.constant_bytes == 5 * STATE
+    assert several.sequence_bytes(8192) == 8192 * 27_648 + 5 * STATE
     assert several.transfer_bytes(8192) == K3.transfer_bytes(8192) == 8192 * 27_648 + STATE
     assert several.tokens_within(4 * STATE) == 0
+
+
+def test_states_alone_fit_into_their_own_bytes_at_any_length():
+    states = Cache(576, 16, 0, state_bytes=STATE)
+    assert states.tokens_within(STATE) == math.inf
+    assert states.tokens_within(STATE - 1) == 0

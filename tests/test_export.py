@@ -107,6 +107,14 @@ def test_rows_at_full_width(result, inputs):
         assert np.array_equal(read_matrix(file), rows * size)
 
 
+def test_ids_and_weights_alone_at_full_width(result, inputs):
+    assert export("to=nccl_tests", "export.width=full", "export.kind=metadata", "output_dir=m") == 0
+    files = {path.name for path in (result.parent / "m").iterdir()}
+    assert not any("combine" in name for name in files)  # results come back by themselves
+    file = result.parent / "m" / "layer0.forward.dispatch.txt"
+    assert np.array_equal(read_matrix(file), inputs.traffic.rows[0, 0, 0] * 128)
+
+
 def test_buffers_hold_the_busiest_sender_or_receiver():
     sent = np.array([[0, 31], [17, 0]])
     assert Matrix(0, "forward", "dispatch", sent).buffer_bytes == 16

@@ -38,6 +38,20 @@ def test_two_tiers_cable_by_cable(radix, leaves):
     )
 
 
+def test_three_tiers_switch_by_switch():
+    """Leaves and the middle give half their ports to what is above, the last tier gives none."""
+    found = clos(1024, 400, 800, tiers=3, radix=64)
+    assert found.switches == (512 // 32, 512 // 32, 512 // 64)
+    assert found.installed_ports == 40 * 64
+    assert clos(32, 100, 100, tiers=4, radix=8).switches == (8, 8, 8, 4)
+
+
+def test_one_switch_may_be_full():
+    assert clos(64, 400, 400, tiers=1, radix=64) == Clos(64, 64, (1,), 64)
+    with pytest.raises(ValueError, match="tiers=1: 65 ports do not fit"):
+        clos(65, 400, 400, tiers=1, radix=64)
+
+
 def test_oversubscription_saves_ports_upwards():
     found = clos(96, 400, 400, 2, 64, oversubscription=3)  # 48 down, 16 up on each of two leaves
     assert found.switches == (2, 1) and found.ports == 96 + 2 * 32
@@ -49,6 +63,15 @@ def test_cards_and_ports_of_unlike_rates():
     assert ports_for(5, 800, 400) == 10
     assert ports_for(5, 800, 300) == 15
     assert clos(8, 400, 400, 1, 64, nics_per_accelerator=0.5).ports == 4
+
+
+def test_the_last_bit_of_a_quotient_takes_no_port():
+    assert ports_for(3, 0.1, 0.3) == 1  # 0.3 / 0.1 is 2.9999...
+    assert ports_for(1, 2.1, 0.3) == 7
+    assert clos(50, 400, 400, 1, 64, nics_per_accelerator=1.1).card_ports == 55  # of 55.000...7
+    found = clos(28, 400, 400, 2, 24, oversubscription=1.4)  # 14 down, 10 up on each of two leaves
+    assert found == Clos(28, 28 + 2 * 20, (2, 1), 3 * 24)
+    assert clos(21, 400, 400, 2, 24, oversubscription=1.4).ports == 21 + 2 * 15
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ K3 = Cache(576, 16, 24, state_bytes=linear_state_bytes(69, 96, 128, 4, 32))
         (CHECKPOINT, 141 * GIB, 11),
         (1.5e12, 180 * GB, 9),
         (1.5e12, 288 * GB, 6),
+        (64 * 80 * GB, 80 * GB, 64),  # filled to the last byte
     ],
 )
 def test_the_smallest_number_of_accelerators(total, memory, number):
@@ -50,6 +51,11 @@ def test_copies_and_reserve_need_more_accelerators_than_weights_alone():
     assert smallest_fitting(rank_of, 1, 100) == 4
     assert smallest_fitting(rank_of, 3, 100) == 6
     assert smallest_fitting(rank_of, 1, 3) is None
+    assert smallest_fitting(rank_of, 1, 4) == 4  # `most` is among them
+
+
+def test_a_rank_holds_all_that_is_fixed():
+    assert Rank(100, 1, 2, 4, 8, 16).fixed == 31
 
 
 def test_sequences_in_what_is_left():
@@ -64,6 +70,8 @@ def test_where_the_cache_outgrows():
     context = context_that_outgrows(CHECKPOINT, K3, 1)
     assert K3.sequence_bytes(context) > CHECKPOINT >= K3.sequence_bytes(context - 1)
     assert round(context / 1e6, 1) == 56.4
+    of_eight = context_that_outgrows(CHECKPOINT, K3, 8)
+    assert 8 * K3.sequence_bytes(of_eight) > CHECKPOINT >= 8 * K3.sequence_bytes(of_eight - 1)
     number = sequences_that_outgrow(CHECKPOINT, K3, 131_072)
     assert number * K3.sequence_bytes(131_072) > CHECKPOINT
     assert (number - 1) * K3.sequence_bytes(131_072) <= CHECKPOINT
@@ -75,6 +83,7 @@ def test_which_tier_takes_what_does_not_fit():
     assert offload(0, 100, 10, 100, 1).verdict == "option"
     host = offload(50, 100, 10, 100, 1)
     assert (host.verdict, host.missing, host.seconds) == ("host", 50, 5)
+    assert offload(100, 100, 10, 100, 1).verdict == "host"  # which is then full
     nvme = offload(150, 100, 10, 100, 5)
     assert (nvme.verdict, nvme.seconds) == ("nvme", 10)  # 50 below the host's 100
     assert offload(250, 100, 10, 100, 5).verdict == "impossible"

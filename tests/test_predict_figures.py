@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations
-from math import comb, log, prod, sqrt
+from math import comb, exp, lgamma, log, prod, sqrt
 from time import process_time
 
 import numpy as np
@@ -283,3 +283,23 @@ def test_no_law_is_said_and_asked_for_in_vain():
     )
     with pytest.raises(ValueError, match="router=learned: a learned router follows no law"):
         prediction.of("remote")
+
+
+def test_padding_tells_useful_bytes_from_empty_ones_and_from_choices_without_room():
+    """Field case 8: 65,536 tokens, 4 of 256 experts, factor 1: 1,024 rows for each of them."""
+    found = figures(
+        "model=deepseek_v3", "model.top_k=4", "router=uniform", "ep_size=16", "tokens=65536",
+        "layers=1", "dispatcher=padded", "dispatcher.capacity_factor=1.0", "wire.dispatch=mxfp8",
+    )  # fmt: skip
+    dispatch, row = found["phases"][0], 7168 + 7168 // 32
+    # |binomial - mean| is 2 / T x C (T - C) x P(C) on average (de Moivre); half of it is above.
+    tokens, room = 65_536, 1024
+    log_of_mean = lgamma(tokens + 1) - lgamma(room + 1) - lgamma(tokens - room + 1)
+    log_of_mean += room * log(1 / 64) + (tokens - room) * log(63 / 64)
+    dropped = room * (63 / 64) * exp(log_of_mean) / room
+    assert found["dropped_share"] == pytest.approx(dropped) and round(dropped, 4) == 0.0124
+    assert dispatch["scale_up"] - dispatch["counts"] == 15 / 16 * 256 * 1024 * row
+    useful = 15 / 16 * 256 * 1024 * (1 - dropped) * row
+    assert dispatch["hidden"] + dispatch["scales"] == pytest.approx(useful)
+    assert dispatch["padding"] == pytest.approx(15 / 16 * 256 * 1024 * dropped * row)
+    assert figures("dispatcher=all_to_all", "layers=1")["dropped_share"] == 0

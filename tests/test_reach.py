@@ -62,6 +62,15 @@ def test_the_closed_form_counts_subsets():
     assert expected_reach(run, Uniform(), idle).tolist() == [12, 0, 0, 0, 0]
 
 
+def test_tokens_that_choose_in_one_step_only():
+    """Of 6 tokens a step 6 and 1 choose in the first layer, 2 and 3 in the second."""
+    run = run_of(num_steps=2)
+    active = np.array([[[3, 0, 2, 1], [1, 0, 1, 0]], [[0, 0, 1, 0], [2, 0, 0, 1]]])
+    expected = expected_reach(run, Uniform(), active)
+    assert expected[0] == 24 - 12 and expected.sum() == pytest.approx(24)
+    assert expected[1] == pytest.approx(12 * 2 / comb(6, 2))  # two ranks own two experts each
+
+
 def test_no_closed_form_has_a_reason():
     run = run_of()
     assert expected_reach(run, NoLaw("learned")).reason == "learned"

@@ -79,3 +79,4 @@ def test_slots_that_do_not_divide():
     assert (uneven.count(13), uneven.count(12)) == (32, 40) and sum(uneven) == 896
     assert slots_of(896, 40, 72) == (13,) * 72
     assert slots_of(256, 32, 32) == (9,) * 32
+    assert slots_of(5, 2, 3) == (3, 2, 2)  # the first ranks have more

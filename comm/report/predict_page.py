@@ -148,11 +148,13 @@ def _token(figures: Figures) -> str:
     formula = 2 * figures["headline_bytes_per_token_layer"]
     passes, both = (2, ", forward and backward") if figures["mode"] == "training" else (1, "")
     ratio = f": {formula * passes / payload:.2f} times as much" if payload else ""
+    dropped = figures["dropped_share"]
+    without = f", {100 * dropped:.2f} % of which find no room" if dropped else ""
     return (
         f"makes {figures['rows_per_token']:.4f} rows that leave its rank, for its"
-        f" {figures['top_k']} choices ({figures['dispatcher']}); {format_bytes(payload)} of payload"
-        f" in a layer, there and back{both}, where the formula top_k x hidden x 2 B says"
-        f" {format_bytes(formula * passes)}{ratio}"
+        f" {figures['top_k']} choices{without} ({figures['dispatcher']});"
+        f" {format_bytes(payload)} of payload in a layer, there and back{both},"
+        f" where the formula top_k x hidden x 2 B says {format_bytes(formula * passes)}{ratio}"
     )
 
 
