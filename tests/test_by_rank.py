@@ -98,7 +98,7 @@ def test_variances_under_weights_are_exact_for_hits_and_bounded_for_copies():
     assert hits.rows[0]["dispatch"].variance == pytest.approx(wanted, abs=1e-12)
     copies = predicted("dispatcher=all_to_all", "router=hot_experts", "layers=1")
     bound, true = copies.rows[0]["dispatch"].variance, received("all_to_all", drawn / drawn.sum())
-    assert (bound >= true - 1e-12).all() and (bound[true > 0] <= 3 * true[true > 0]).all()
+    assert (bound >= true - 1e-12).all() and (bound[true > 0] <= 1.3 * true[true > 0]).all()
 
 
 def test_a_proxy_receives_what_its_node_needs():
@@ -114,10 +114,12 @@ def test_a_proxy_receives_what_its_node_needs():
 
 def test_shards_pass_rows_on_to_their_mates():
     """Two shards on ranks 0 and 1, two on 2 and 3: each row goes on to the one mate, and back."""
-    rows = predicted("dispatcher=all_to_all", "expert_tp=2", "layers=1").rows[0]
+    words = ("dispatcher=all_to_all", "expert_tp=2", "layers=1", "tokens=[3,1,0,1]")
+    rows = predicted(*words).rows[0]
     gathered, reduced = rows["tp_gather"], rows["tp_reduce"]
-    assert gathered.sent.sum() == pytest.approx(2 * sum(TOKENS))  # every choice once
+    assert gathered.sent.sum() == pytest.approx(2 * 5)  # every choice once
     assert gathered.received[2] == pytest.approx(gathered.sent[2][[1, 0, 3, 2]])
+    assert gathered.sent[2][0] != gathered.sent[2][1]
     assert reduced.sent == pytest.approx(gathered.received)
     assert reduced.received == pytest.approx(gathered.sent)
     assert np.isnan(gathered.variance).all()
