@@ -104,6 +104,20 @@ def exchange_poisoned(world, rows_to, groups=None):
     return rows_from, pending.wait().clone(), transport.meter.sent.sum(axis=(0, 1, 2))
 
 
+def exchange_large(world, row_bytes, num_rows):
+    """Rank 0 sends rank 1 so many rows; what arrived at both ends of it, and what was counted."""
+    transport = Transport(world, TrafficMeter(1, world.world_size))
+    message = torch.empty((num_rows if world.rank == 0 else 0, row_bytes), dtype=torch.uint8)
+    if world.rank == 0:
+        message[0], message[-1] = 3, 7  # the rest is never touched, and so costs no memory
+    splits = [0, len(message)], [num_rows if world.rank == 1 else 0, 0]
+    received = transport.all_to_all(
+        Position(0, "dispatch"), message, [("hidden", message)], *splits
+    )
+    ends = [int(received[0, 0]), int(received[-1, -1])] if len(received) else []
+    return ends, int(transport.meter.sent.sum())
+
+
 def exchange_types(world, dtypes):
     """Values of types that gloo has no collectives for, there and back as bytes."""
     transport, found = Transport(world, TrafficMeter(1, world.world_size)), []

@@ -94,3 +94,13 @@ def test_a_group_that_disagrees_names_its_ranks_in_the_world():
     text = failure.value.guilty.error
     assert "SplitMismatch" in text and "640" in text and "512" in text
     assert "rank 5" in text and any(f"rank {mate} " in text for mate in (1, 4))
+
+
+def test_a_message_of_more_than_two_gibibytes_arrives_and_is_counted():
+    """Field case 23; an offset of 32 bits would end at 2**31."""
+    rows = (1 << 31) // 4096 + 1
+    (_, counted), (ends, none) = run_ranks(
+        rank_bodies.exchange_large, 2, 4096, rows, deadline_s=120
+    )
+    assert ends == [3, 7]
+    assert (counted, none) == (rows * 4096, 0)
