@@ -28,6 +28,7 @@ from moe.settings import (
 )
 
 DAY_S = 86_400
+MAX_PREDICTED = 10_000_000  # steps x layers x ranks: seconds, and no gigabytes
 BACKENDS = {"cpu": ("auto", "gloo"), "cuda": ("auto", "nccl", "gloo")}
 
 
@@ -48,6 +49,7 @@ def validate(config: Config, options: Callable[[str], list[str]]) -> None:
     _check_tokens(config)
     if config.job in ("emulate", "doctor", "predict") and (reason := refusal(config)):
         raise ConfigError(reason)
+    _check_predicted(config)
     _check_memory(config)
     _check_results(config)
     _check_surroundings(config)
@@ -140,6 +142,17 @@ def _check_tokens(config: Config) -> None:
         raise ConfigError(
             f"tokens={shown(config.tokens)}: lists {len(config.tokens_per_rank)} ranks,"
             f" ranks={config.world_size}"
+        )
+
+
+def _check_predicted(config: Config) -> None:
+    """A prediction lists the tokens of every rank, layer and step."""
+    layers = scaled(config.model, config.scale).num_moe_layers
+    most = max(1, MAX_PREDICTED // (layers * config.world_size))
+    if config.job == "predict" and config.steps > most:
+        raise ConfigError(
+            f"steps={config.steps}: at most {most} on {config.world_size} ranks with {layers}"
+            f" layers; nearest: {most}"
         )
 
 

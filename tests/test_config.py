@@ -94,6 +94,10 @@ def test_wire_names_are_those_of_the_wire():
             "job=emulat",
             f"job=emulat: no such job; choose {', '.join(sorted(JOBS))} (did you mean emulate?)",
         ),
+        (
+            "job=predict steps=1000000",
+            "steps=1000000: at most 13586 on 8 ranks with 92 layers; nearest: 13586",
+        ),
         ("hydra.verbose=true", "hydra.verbose=true: no such key; wideep --help lists them"),
         ("model.top_k.a=3", "model.top_k.a=3: no such key (did you mean model.top_k?)"),
         (
